@@ -63,6 +63,9 @@ class Olmo3Config:
         if faults:
             raise BadInput("the model config cannot be used", faults)
 
+    def __hash__(self):  # NNX hashes a module's static attributes; the generated hash would fail on the dictionaries
+        return hash((self.vocab_size, self.hidden_size, self.layer_types, tuple(sorted(self.rope))))
+
     def window(self, layer: int) -> int | None:
         """Tokens that a query of this layer may see, itself included; None where it sees all before it."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None

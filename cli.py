@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+import traceback
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -18,6 +20,60 @@ SETTINGS = {
 }
 convert_app = typer.Typer(help="Convert OLMo 3 checkpoints between PyTorch and Orbax/JAX.", **SETTINGS)
 parity_app = typer.Typer(help="Prove that two frameworks compute the same function.", **SETTINGS)
+
+
+@parity_app.callback(invoke_without_command=True)
+def gate(
+    context: typer.Context,
+    reference: Annotated[Path | None, typer.Option(help="Hugging Face folder: the side believed.")] = None,
+    candidate: Annotated[Path | None, typer.Option(help="Orbax tree: the side tested.")] = None,
+    batch: Annotated[Path | None, typer.Option(help='Prompts, one {"id", "text"} or {"id", "tokens"} a line.')] = None,
+    only_batch: Annotated[bool, typer.Option("--only-batch", help="Leave the built-in sequences out.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut longer prompts, and say so.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the whole record there.")] = None,
+    accept_uncovered: Annotated[list[str] | None, typer.Option(help="Pass although this was not covered.")] = None,
+    weights_may_differ: Annotated[
+        bool, typer.Option("--weights-may-differ", help="Compare different checkpoints: unequal weights do not fail.")
+    ] = False,
+    allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the versions of everything that takes part.")
+    ] = False,
+) -> None:
+    """The gate: both frameworks on the same tokens. Exit 0 pass, 1 differ, 2 bad input, 3 inconclusive."""
+    if context.invoked_subcommand is not None:
+        given = sorted(name for name, value in context.params.items() if value not in (None, False, []))
+        if given:
+            options = ", ".join("--" + {"json_file": "json"}.get(n, n).replace("_", "-") for n in given)
+            raise BadInput(
+                f"{options} belongs to the gate and would not reach {context.invoked_subcommand}: put it after"
+            )
+        return
+    if version:
+        from .parity.run import versions
+
+        for name, value in versions().items():
+            typer.echo(f"{name} {value}")
+        return
+    if reference is None or candidate is None:
+        raise BadInput("--reference and --candidate are both needed (olmo-parity --help)")
+    from .parity import report
+    from .parity.run import GateOptions, run_gate
+
+    report.check_writable(json_file)
+    options = GateOptions(
+        batch=batch,
+        only_batch=only_batch,
+        max_tokens=max_tokens,
+        accept_uncovered=tuple(accept_uncovered or ()),
+        weights_may_differ=weights_may_differ,
+        allow_unknown_keys=tuple(allow_unknown_key or ()),
+    )
+    record = run_gate(reference, candidate, options, say=lambda line: print(f"  {line}", file=sys.stderr, flush=True))
+    typer.echo(report.console(record))
+    if json_file is not None:
+        report.write_json(record, json_file)
+    raise typer.Exit(record["exit_code"])
 
 
 def convert_main() -> NoReturn:
@@ -41,6 +97,9 @@ def _run(app: typer.Typer) -> NoReturn:
         sys.exit(_fail(str(error)))
     except OSError as error:
         sys.exit(_fail(f"{error.filename or 'the file system'}: {error.strerror or error}"))
+    except Exception:
+        traceback.print_exc()
+        sys.exit(_fail("this is a fault of olmo-parity itself, and no verdict; please report it with the lines above"))
     sys.exit(0)
 
 

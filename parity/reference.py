@@ -1,0 +1,194 @@
+"""The torch side: transformers' Olmo3ForCausalLM, checked against the config before a logit of it is believed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ..olmo_jax.config import SLIDING, Olmo3Config
+from ..olmo_jax.errors import BadInput
+from ..olmo_jax.rope import RopeTable, rope_tables
+from .batches import Sequence
+
+# Relative difference of an inverse frequency that two right float32 computations may have: four units in the last
+# place (measured: at most one between NumPy and torch). YaRN or another theta changes them by tenths.
+FREQUENCY_TOLERANCE = 4 * 2.0**-23
+
+
+def import_torch():
+    """torch and transformers, or a sentence that says how to get them."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise BadInput(
+            f"the PyTorch reference needs {error.name}, which is not installed: pip install 'olmo-parity[torch]'"
+        ) from None
+    return torch, transformers
+
+
+def run_reference(
+    source: Path,
+    config: Olmo3Config,
+    sequences: list[Sequence],
+    *,
+    dtype: str,
+    round_to: str | None = None,
+    out: Callable[[int, np.ndarray], None],
+) -> dict:
+    """Load the checkpoint once in dtype, check it, and hand out(index, logits [T, V] float32) for every sequence.
+
+    round_to rounds the loaded float32 weights to bfloat16 or float16 first, as a candidate stored that way holds them;
+    this is also what shows the cost of bfloat16 arithmetic apart from that of bfloat16 storage. Eager attention, one sequence at a time, no padding, no cache. The model
+    is released before returning. Raises BadInput where the live module is not what the config says.
+    """
+    torch, transformers = import_torch()
+    model = _load(source, getattr(torch, dtype), torch, transformers)
+    check_reference(model, config, transformers.__version__)
+    with torch.no_grad():
+        if round_to:
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(getattr(torch, round_to)))
+        for index, sequence in enumerate(sequences):
+            impose_window(model, config, sequence.window)
+            tokens = torch.from_numpy(sequence.tokens.astype(np.int64))[None]
+            first = sequence.first_position
+            positions = torch.arange(first, first + tokens.shape[1])[None]
+            logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+            if logits.dtype != getattr(torch, dtype) or logits.shape[-1] != config.vocab_size:
+                raise BadInput(
+                    f"the reference gave {logits.shape[-1]} logits a token in {logits.dtype}; "
+                    f"the config asks for {config.vocab_size} in {dtype}"
+                )
+            out(index, logits[0].float().numpy())
+    settings = {
+        "implementation": "transformers Olmo3ForCausalLM",
+        "attention": model.config._attn_implementation,
+        "dtype": dtype,
+        "device": str(next(model.parameters()).device),
+        "threads": torch.get_num_threads(),
+        "weights_rounded_to": round_to,
+    }
+    del model
+    gc.collect()
+    return settings
+
+
+def _load(source: Path, dtype, torch, transformers):
+    """from_pretrained with dtype=: building and then casting would round the rotary frequencies too."""
+    if not hasattr(transformers, "Olmo3ForCausalLM"):
+        raise BadInput(f"transformers {transformers.__version__} has no OLMo 3: 4.57 or 5.13 and later do")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    model, info = transformers.Olmo3ForCausalLM.from_pretrained(
+        source, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
+    )
+    faults = [
+        f"{len(info[key])} {key.replace('_', ' ')}: {', '.join(map(str, sorted(info[key])[:5]))}"
+        for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+        if info.get(key)
+    ]
+    wrong = [f"{n} is {p.dtype}" for n, p in model.named_parameters() if p.dtype != dtype]
+    if wrong:
+        faults.append(f"{len(wrong)} weights are not {dtype} after loading: {', '.join(wrong[:5])}")
+    if faults:
+        raise BadInput(f"transformers {transformers.__version__} did not load {source} whole", faults)
+    return model.eval()
+
+
+def impose_window(model, config: Olmo3Config, window: int | None) -> None:
+    """Set the window that masks are built with (config) and that fused attention would be told (module)."""
+    window = window or config.sliding_window
+    model.config.sliding_window = window
+    for layer, kind in zip(model.model.layers, config.layer_types, strict=True):
+        layer.self_attn.sliding_window = window if kind == SLIDING else None
+
+
+def check_reference(model, config: Olmo3Config, version: str) -> None:
+    """Compare what the live module holds with the config: rotary tables, windows, epsilon, heads, dtypes.
+
+    A reference that computes something else than its config says would make a right conversion fail and, worse, a wrong
+    one pass. Raises BadInput with both values and the transformers version.
+    """
+    faults = []
+    for layer_type, table in rope_tables(config).items():
+        live = live_rope_table(model, layer_type)
+        if live is None:
+            faults.append(f"{layer_type}: the module holds no rotary table that could be found")
+        else:
+            faults += [f"{layer_type}: {fault}" for fault in _compare_tables(table, live)]
+    for name, buffer in model.named_buffers():
+        if "inv_freq" in name and str(buffer.dtype) != "torch.float32":
+            faults.append(
+                f"{name} is {buffer.dtype}, float32 is wanted: rounded frequencies turn late positions wrongly"
+            )
+    layers = model.model.layers
+    if len(layers) != config.num_hidden_layers:
+        faults.append(f"the module has {len(layers)} layers, the config says {config.num_hidden_layers}")
+    for index, layer in enumerate(layers[: config.num_hidden_layers]):
+        attention = layer.self_attn
+        wanted = {
+            "sliding_window": (attention.sliding_window, config.window(index)),
+            "head_dim": (attention.head_dim, config.head_dim),
+            "query heads per kv head": (
+                attention.num_key_value_groups,
+                config.num_attention_heads // config.num_key_value_heads,
+            ),
+            "score scale": (float(attention.scaling), config.head_dim**-0.5),
+        }
+        for norm in ("self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "post_feedforward_layernorm"):
+            module = layer.get_submodule(norm)
+            wanted[f"{norm} epsilon"] = (module.variance_epsilon, config.rms_norm_eps)
+        faults += [
+            f"layer {index}: {what} is {live!r} in the module, {stated!r} by the config"
+            for what, (live, stated) in wanted.items()
+            if live != stated
+        ]
+    if model.model.norm.variance_epsilon != config.rms_norm_eps:
+        faults.append(f"final norm epsilon is {model.model.norm.variance_epsilon!r}, not {config.rms_norm_eps!r}")
+    if faults:
+        if len(faults) > 12:
+            faults = [*faults[:12], f"and {len(faults) - 12} more"]
+        raise BadInput(
+            f"transformers {version} does not compute what the config says, so its logits prove nothing. "
+            "(5.0 to 5.12 apply YaRN to sliding layers; 5.13 and later ignore a flat rope_parameters block; 4.57 ignores "
+            "rope_parameters.)",
+            faults,
+        )
+
+
+def live_rope_table(model, layer_type: str) -> RopeTable | None:
+    """The rotary table a live module uses for a layer type, in each way transformers has kept it."""
+    inner = model.model
+    rotary = getattr(inner, "rotary_emb", None)
+    if rotary is not None and hasattr(rotary, f"{layer_type}_inv_freq"):  # 5.13 and later: one module, a table per type
+        inv_freq = getattr(rotary, f"{layer_type}_inv_freq")
+        factor = getattr(rotary, f"{layer_type}_attention_scaling")
+    else:
+        by_type = getattr(inner, "rotary_embs", None)  # 4.57: a module per type
+        module = by_type[layer_type] if by_type is not None else rotary
+        if module is None or not hasattr(module, "inv_freq"):
+            return None
+        inv_freq, factor = module.inv_freq, module.attention_scaling
+    return RopeTable(inv_freq.detach().float().cpu().numpy(), float(factor))
+
+
+def _compare_tables(stated: RopeTable, live: RopeTable) -> list[str]:
+    if live.inv_freq.shape != stated.inv_freq.shape:
+        return [f"{live.inv_freq.size} frequencies in the module, {stated.inv_freq.size} by the config"]
+    faults = []
+    off = np.abs(live.inv_freq - stated.inv_freq) > FREQUENCY_TOLERANCE * stated.inv_freq
+    if off.any() or np.isnan(live.inv_freq).any():
+        worst = int(np.argmax(np.abs(live.inv_freq / stated.inv_freq - 1)))
+        faults.append(
+            f"{int(off.sum())} of {off.size} rotary frequencies differ; dimension {worst}: {live.inv_freq[worst]:.6g} "
+            f"radians per token in the module, {stated.inv_freq[worst]:.6g} by the config"
+        )
+    if not abs(live.attention_factor - stated.attention_factor) <= 1e-9:
+        faults.append(
+            f"attention factor {live.attention_factor!r} in the module, {stated.attention_factor!r} by the config"
+        )
+    return faults

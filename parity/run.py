@@ -1,0 +1,278 @@
+"""The gate from end to end: two checkpoints and prompts in, one record out."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..convert.sources import open_source
+from ..convert.verify import compare_sources
+from ..olmo_jax.config import SLIDING
+from ..olmo_jax.errors import BadInput
+from ..olmo_jax.rope import rope_tables, tables_hash
+from . import batches, gate, metrics
+from .candidate import run_candidate
+from .reference import import_torch, run_reference
+
+SCHEMA = "olmo-parity/report/1"
+PACKAGES = ("olmo-parity", "torch", "transformers", "jax", "jaxlib", "flax", "orbax-checkpoint", "tensorstore", "numpy")
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """What may be chosen. The defaults are the gate that a launch should stand behind."""
+
+    batch: Path | None = None  # prompts.jsonl, run beside the built-in sequences
+    only_batch: bool = False  # leave the built-in sequences out
+    max_tokens: int | None = None  # cut longer prompts, and say so
+    accept_uncovered: tuple[str, ...] = ()
+    weights_may_differ: bool = False
+    allow_unknown_keys: tuple[str, ...] = ()
+
+
+def run_gate(
+    reference: Path, candidate: Path, options: GateOptions = GateOptions(), say: Callable[[str], None] = lambda _: None
+) -> dict:
+    """Compare a Hugging Face folder with an Orbax tree; returns the record that every report is made from.
+
+    say gets a line about each step. Raises BadInput where no verdict can be given.
+    """
+    started = time.monotonic()
+    import_torch()
+    ref, cand = _open(reference, candidate, options)
+    sequences = _sequences(ref, cand, options)
+    differing = ref.config.differences(cand.config)
+    criteria = [
+        gate.count_criterion("config fields that differ", "config", len(differing), "fields"),
+        gate.count_criterion(
+            "layer types with scaling that must not have it", "config", _scaled_sliding(ref.config), "layer types"
+        ),
+    ]
+    say("comparing weights")
+    weights = compare_sources(ref, cand)
+    criteria.append(
+        gate.count_criterion(
+            "weights that differ", "weights", len(weights), "tensors", on=not options.weights_may_differ
+        )
+    )
+    folder = Path(tempfile.mkdtemp(prefix="olmo-parity-"))
+    try:
+        legs = _run_legs(ref, cand, sequences, folder, options, say)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    criteria += gate.float32_criteria(legs["float32"]["statistics"])
+    criteria += gate.bfloat16_criteria(legs["bfloat16"]["statistics"], legs["bfloat16"]["own_noise"])
+    covered = batches.coverage(ref.config, sequences)
+    uncovered = [c["what"] for c in covered if not c["covered"] and c["what"] not in options.accept_uncovered]
+    unknown = sorted(set(options.accept_uncovered) - {c["what"] for c in covered})
+    verdict = gate.judge(criteria, uncovered, sum(len(s.tokens) for s in sequences))
+    return {
+        "schema": SCHEMA,
+        "verdict": verdict.name,
+        "exit_code": verdict.exit_code,
+        "decided_by": verdict.sentence,
+        "criteria": [c.record() for c in criteria],
+        "legs": legs,
+        "published_kl": gate.PUBLISHED_KL,
+        "config_differences": [{"field": n, "reference": a, "candidate": b} for n, a, b in differing],
+        "weight_differences": weights,
+        "coverage": covered,
+        "accepted_uncovered": sorted(options.accept_uncovered),
+        "sequences": [_sequence_record(s) for s in sequences],
+        "reference": _side(ref),
+        "candidate": _side(cand),
+        "notes": _notes(ref, cand, sequences, unknown),
+        "versions": versions(),
+        "seconds": round(time.monotonic() - started, 2),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, the platform and every package that takes part, without importing them."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _open(reference: Path, candidate: Path, options: GateOptions):
+    ref = open_source(reference, allow_unknown_keys=options.allow_unknown_keys)
+    cand = open_source(candidate, allow_unknown_keys=options.allow_unknown_keys)
+    faults = []
+    if ref.kind != "hf":
+        faults.append(f"--reference {reference} is of the {ref.kind} form; a Hugging Face folder is wanted")
+    if cand.kind != "orbax":
+        faults.append(f"--candidate {candidate} is of the {cand.kind} form; an Orbax tree is wanted")
+    if ref.config.vocab_size != cand.config.vocab_size:
+        faults.append(
+            f"vocabularies differ: {ref.config.vocab_size} in the reference, {cand.config.vocab_size} in the candidate. "
+            "Was a padded vocabulary converted, or another tokenizer's model?"
+        )
+    if faults:
+        raise BadInput("these two cannot be compared", faults)
+    return ref, cand
+
+
+def _sequences(ref, cand, options: GateOptions) -> list[batches.Sequence]:
+    if options.only_batch and options.batch is None:
+        raise BadInput(
+            "--only-batch leaves out the built-in sequences, and no --batch was given: nothing would be compared"
+        )
+    found = [] if options.only_batch else batches.built_in(ref.config)
+    if options.batch is not None:
+        beside = (Path(side.path) / "tokenizer.json" for side in (ref, cand))
+        tokenizer = next((p for p in beside if p.is_file()), None)
+        found += batches.read_prompts(options.batch, ref.config, tokenizer, options.max_tokens)
+    return found
+
+
+def _scaled_sliding(config) -> int:
+    """1 where the reference's own config scales the rotary embedding of sliding layers, which no OLMo 3 does.
+
+    Two sides that agree on it would both be wrong.
+    """
+    sliding = config.rope.get(SLIDING)
+    return int(sliding is not None and sliding.rope_type != "default")
+
+
+def _run_legs(ref, cand, sequences, folder: Path, options: GateOptions, say) -> dict:
+    stored = _narrower(ref, cand)
+    runs = {}
+
+    def reference(name: str, dtype: str, round_to: str | None) -> None:
+        say(f"reference in {dtype}" + (f", weights rounded to {round_to}" if round_to else ""))
+        (folder / name).mkdir()
+        runs[name] = run_reference(
+            ref.path,
+            ref.config,
+            sequences,
+            dtype=dtype,
+            round_to=round_to,
+            out=lambda index, logits: np.save(folder / name / f"{index}.npy", logits),
+        )
+
+    def candidate(name: str, dtype: str) -> None:
+        say(f"candidate in {dtype}")
+        runs[name] = run_candidate(
+            cand.path, sequences, dtype=dtype, folder=folder / name, allow_unknown_keys=options.allow_unknown_keys
+        )
+
+    def compared(a: str, b: str) -> tuple[dict, list]:
+        stats = [
+            metrics.token_stats(_logits(folder / a, i), _logits(folder / b, i), s.tokens)
+            for i, s in enumerate(sequences)
+        ]
+        positions = np.concatenate([np.arange(len(s.tokens)) for s in sequences])
+        return metrics.summarise(metrics.TokenStats.join(*stats), positions), stats
+
+    reference("ref32", "float32", stored)
+    candidate("cand32", "float32")
+    rounded = "ref32"
+    if "bfloat16" not in (stored, _dtype(ref)):
+        # The float32 side of the bfloat16 leg holds the same rounded weights: arithmetic is compared, not storage.
+        rounded = "ref32-rounded"
+        reference(rounded, "float32", "bfloat16")
+    reference("ref16", "bfloat16", None)
+    candidate("cand16", "bfloat16")
+    say("comparing logits")
+    summary32, stats32 = compared("ref32", "cand32")
+    summary16, stats16 = compared(rounded, "cand16")
+    return {
+        "float32": {
+            "compared": "KL(reference float32 || candidate float32)",
+            "statistics": summary32,
+            "worst": _worst(stats32, sequences),
+            "reference": runs["ref32"],
+            "candidate": runs["cand32"],
+        },
+        "bfloat16": {
+            "compared": "KL(reference float32 || candidate bfloat16), weights rounded to bfloat16 on both sides",
+            "statistics": summary16,
+            "worst": _worst(stats16, sequences),
+            "own_noise": compared(rounded, "ref16")[0],
+            "against_reference_bfloat16": compared("ref16", "cand16")[0],
+            "reference": runs["ref16"],
+            "candidate": runs["cand16"],
+        },
+    }
+
+
+def _logits(folder: Path, index: int) -> np.ndarray:
+    return np.load(folder / f"{index}.npy", mmap_mode="r")
+
+
+def _dtype(source) -> str:
+    """The dtype of most of a checkpoint's bytes."""
+    sizes: dict[str, int] = {}
+    for tensor in source.tensors.values():
+        sizes[str(tensor.dtype)] = sizes.get(str(tensor.dtype), 0) + tensor.nbytes
+    return max(sizes, key=sizes.get)
+
+
+def _narrower(ref, cand) -> str | None:
+    """The dtype to round the reference's weights to before the float32 leg: the candidate's, where it holds fewer bits."""
+    return _dtype(cand) if _dtype(ref) == "float32" and _dtype(cand) != "float32" else None
+
+
+def _worst(stats: list, sequences) -> dict:
+    """The token with the largest |delta logit| of a leg; a NaN counts as the largest."""
+    index = int(np.argmax([s.max_abs.max() for s in stats]))
+    position = int(np.argmax(stats[index].max_abs))
+    return {
+        "sequence": sequences[index].id,
+        "position": position,
+        "token": int(sequences[index].tokens[position]),
+        "logit_of_token": int(stats[index].max_abs_id[position]),
+        "abs_delta_logit": float(stats[index].max_abs[position]),
+        "kl": float(stats[index].kl[position]),
+    }
+
+
+def _sequence_record(s) -> dict:
+    return {
+        "id": s.id,
+        "tokens": len(s.tokens),
+        "first_position": s.first_position,
+        "window": s.window,
+        "built_in": s.built_in,
+        "cut_from": s.cut_from,
+        "sha256": s.sha256,
+    }
+
+
+def _side(source) -> dict:
+    return {
+        "path": str(source.path),
+        "form": source.kind,
+        "dtype": _dtype(source),
+        "tensors": len(source.tensors),
+        "bytes": sum(t.nbytes for t in source.tensors.values()),
+        "rotary_tables_sha256": tables_hash(rope_tables(source.config)),
+    }
+
+
+def _notes(ref, cand, sequences: Sequence, unknown: list[str]) -> list[str]:
+    notes = [f"reference config: {n}" for n in ref.config.notes]
+    notes += [f"candidate config: {n}" for n in cand.config.notes if n not in ref.config.notes]
+    for side, source in (("reference", ref), ("candidate", cand)):
+        if source.config.allowed_unknown_keys:
+            notes.append(f"{side} config: let through unread: {', '.join(source.config.allowed_unknown_keys)}")
+    if _narrower(ref, cand):
+        notes.append(
+            f"the candidate is stored in {_dtype(cand)}, the reference in {_dtype(ref)}: "
+            "the reference's weights were rounded alike before they were compared and run"
+        )
+    notes += [f"{s.id} was cut from {s.cut_from} to {len(s.tokens)} tokens" for s in sequences if s.cut_from]
+    notes += [f"--accept-uncovered {name}: no such thing to cover on this config" for name in unknown]
+    return notes

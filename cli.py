@@ -76,6 +76,58 @@ def gate(
     raise typer.Exit(record["exit_code"])
 
 
+@convert_app.command()
+def hf2orbax(
+    source: Annotated[str, typer.Argument(help="Hugging Face folder.")],
+    target: Annotated[str, typer.Argument(help="Step folder to write, RUN/0 for instance.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; kept as stored if not given.")
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read back and compare every bit.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at TARGET.")] = False,
+    allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help="Copy NaN and infinity too.")] = False,
+    allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+    compression: Annotated[str, typer.Option(help="none or zstd.")] = "none",
+    chunk_bytes: Annotated[int | None, typer.Option(min=1, help="Largest chunk of an array on disk, bytes.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Tensors in work at once.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Hugging Face to Orbax, bit for bit, in bounded memory. A killed run resumes when started again."""
+    from .convert import pipeline, record
+
+    options = {"chunk_bytes": chunk_bytes} if chunk_bytes else {}
+    done = pipeline.hf2orbax(
+        source,
+        target,
+        dtype=dtype,
+        verify=verify,
+        overwrite=overwrite,
+        allow_nonfinite=allow_nonfinite,
+        allow_unknown_keys=allow_unknown_key or (),
+        compression=compression,
+        workers=workers,
+        quiet=quiet,
+        **options,
+    )
+    typer.echo(record.summary(done))
+
+
+@convert_app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="A checkpoint of any form.")],
+    json_output: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+) -> None:
+    """Config, resolved rotary embedding per layer type, and tensors, from metadata alone."""
+    import json
+
+    from .convert import describe
+
+    found = describe.inspect(path, allow_unknown_key or ())
+    typer.echo(json.dumps(found.as_json(), indent=1) if json_output else describe.as_text(found))
+    raise typer.Exit(2 if found.source.faults else 0)
+
+
 def convert_main() -> NoReturn:
     """Entry point of olmo-convert."""
     _run(convert_app)

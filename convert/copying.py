@@ -1,0 +1,121 @@
+"""One weight from source to tree: read in slices, checked, laid out, hashed and written, never whole in memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .layout import non_finite, transposed
+from .mapping import TRANSPOSED, Weight
+from .orbax_write import Leaf, TreeWriter, chunk_shape
+from .sources import Tensor
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step of a plan: this tensor becomes this leaf."""
+
+    weight: Weight
+    tensor: Tensor
+    leaf: Leaf
+
+    @property
+    def turned(self) -> bool:
+        return self.weight.layout == TRANSPOSED
+
+    def slices(self) -> Iterator[tuple[int, int]]:
+        """HF rows of each chunk of the leaf. A chunk holds whole HF rows: they are the leaf's columns where it is turned."""
+        step = self.leaf.chunk_shape[-1 if self.turned else 0]
+        for start in range(0, self.tensor.shape[0], step):
+            yield start, min(start + step, self.tensor.shape[0])
+
+    def index(self, start: int, stop: int) -> tuple[slice, ...]:
+        """Where HF rows [start, stop) lie in the leaf."""
+        return (slice(None), slice(start, stop)) if self.turned else (slice(start, stop),)
+
+
+class NonFiniteError(Exception):
+    """A tensor holds NaN or infinite values; the message names it, counts them and locates the first."""
+
+
+def plan_move(weight: Weight, tensor: Tensor, dtype: np.dtype | None, chunk_bytes: int) -> Move:
+    """The leaf that a weight becomes, cut along the axis whose slices are whole rows of the source."""
+    dtype = dtype or tensor.dtype
+    axis = len(weight.shape) - 1 if weight.layout == TRANSPOSED else 0
+    chunk = chunk_shape(weight.jax_shape, axis, dtype.itemsize, chunk_bytes)
+    return Move(weight, tensor, Leaf(weight.jax, weight.jax_shape, dtype, chunk))
+
+
+def copy_weight(move: Move, writer: TreeWriter, allow_nonfinite: bool, progress: Callable[[int], None]) -> dict:
+    """Carry one weight over; returns its manifest entry. Raises NonFiniteError after counting."""
+    tensor, leaf = move.tensor, move.leaf
+    before, after = hashlib.sha256(), hashlib.sha256()
+    found = NonFinite()
+    store = writer.create(leaf)
+    pending = None
+    for start, stop in move.slices():
+        rows = tensor.rows(start, stop)
+        found.look(rows, start)
+        before.update(rows.view(np.uint8))
+        cast = rows if rows.dtype == leaf.dtype else rows.astype(leaf.dtype)
+        if rows.dtype != leaf.dtype:
+            found.look_after_cast(rows, cast, tensor)
+        laid = transposed(cast) if move.turned else np.ascontiguousarray(cast)
+        after.update(laid.view(np.uint8))
+        if pending is not None:
+            pending.result()
+        if not (found.count and not allow_nonfinite):
+            # The slice is not touched again, so the store need not copy it first.
+            pending = store[move.index(start, stop)].write(laid, can_reference_source_data_indefinitely=True)
+        progress(rows.nbytes)
+        del rows, cast, laid
+    if pending is not None:
+        pending.result()
+    if found.count and not allow_nonfinite:
+        raise NonFiniteError(found.sentence(tensor))
+    return {
+        "source_name": tensor.name,
+        "source_file": str(tensor.file),
+        "target_path": leaf.path,
+        "layout": move.weight.layout,
+        "source_shape": list(tensor.shape),
+        "shape": list(leaf.shape),
+        "source_dtype": tensor.dtype.name,
+        "dtype": leaf.dtype.name,
+        "chunk_shape": list(leaf.chunk_shape),
+        "source_sha256": before.hexdigest(),
+        "target_sha256": after.hexdigest(),
+        **({"non_finite": found.count} if found.count else {}),
+    }
+
+
+class NonFinite:
+    """Counts NaN and infinite values over the slices of one tensor."""
+
+    def __init__(self):
+        self.count, self.first = 0, None
+
+    def look(self, rows: np.ndarray, start: int) -> None:
+        count, first = non_finite(rows)
+        if first is not None and self.first is None:
+            self.first = (first[0] + start, *first[1:])
+        self.count += count
+
+    def look_after_cast(self, rows: np.ndarray, cast: np.ndarray, tensor: Tensor) -> None:
+        """A cast to a narrower range turns large values into infinity: that is no copy of the weight any more."""
+        overflowed = non_finite(cast)[0] - non_finite(rows)[0]
+        if overflowed:
+            raise NonFiniteError(
+                f"{tensor.name} in {tensor.file}: {overflowed} values are beyond the range of {cast.dtype.name} "
+                "and would become infinite. Choose a wider --dtype"
+            )
+
+    def sentence(self, tensor: Tensor) -> str:
+        values = "1 non-finite value" if self.count == 1 else f"{self.count} non-finite values"
+        return (
+            f"{tensor.name} in {tensor.file} has {values} (first at {list(self.first)}). "
+            "Pass --allow-nonfinite to copy it bit for bit all the same"
+        )

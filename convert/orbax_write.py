@@ -1,0 +1,122 @@
+"""Writing an Orbax tree with bounded memory: one zarr3 array a leaf in an OCDBT store, chunk by chunk.
+
+The files are those of `ocp.v1.save` with one process (tests read them back with plain Orbax, three ways), but leaves
+need not exist in memory, and JAX is not imported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .orbax_io import TREE_FILE
+
+CHUNK_BYTES = 64 << 20  # a restore of one shard reads whole chunks; four of these are in memory for each worker
+HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
+COMPRESSION = ("zstd", "none")
+ZSTD_LEVEL = 1
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array to be written. path: keys joined by /; shape and chunk_shape in the tree's orientation."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk_shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def chunk_shape(shape: tuple[int, ...], axis: int, itemsize: int, chunk_bytes: int) -> tuple[int, ...]:
+    """Chunks that cut `axis` alone, as evenly as possible: the last one is padded on disk to the size of the others."""
+    across = math.prod(shape) // max(shape[axis], 1) * itemsize  # bytes for one step along the axis
+    most = max(chunk_bytes // max(across, 1), 1)
+    count = max(math.ceil(shape[axis] / most), 1)
+    return tuple(max(math.ceil(n / count), 1) if i == axis else n for i, n in enumerate(shape))
+
+
+class TreeWriter:
+    """Writes the arrays of one item. Each `write` returns when the bytes are in the store and the store is consistent."""
+
+    def __init__(self, item: Path, compression: str = "none", threads: int = 2):
+        import tensorstore as ts
+
+        self.item = item
+        self.codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        if compression == "zstd":
+            self.codecs.append({"name": "zstd", "configuration": {"level": ZSTD_LEVEL}})
+        self.codecs.append({"name": "crc32c"})  # a flipped bit fails the read instead of changing a weight
+        self._context = ts.Context(
+            {
+                "cache_pool": {"total_bytes_limit": 0},
+                "data_copy_concurrency": {"limit": threads},
+                "file_io_concurrency": {"limit": max(threads, 4)},
+            }
+        )
+        item.mkdir(parents=True, exist_ok=True)
+
+    def create(self, leaf: Leaf):
+        """The TensorStore of a new leaf; one that is there already is replaced."""
+        import tensorstore as ts
+
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {
+                "driver": "ocdbt",
+                "base": f"file://{self.item}/",
+                "path": f"{leaf.path.replace('/', '.')}/",
+                "config": {"max_inline_value_bytes": 1024, "compression": {"id": "zstd"}},
+            },
+            "metadata": {
+                "shape": list(leaf.shape),
+                "data_type": leaf.dtype.name,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(leaf.chunk_shape)}},
+                "codecs": self.codecs,
+            },
+            # A chunk of zeros must lie on disk like any other: a chunk that was lost would read as zeros.
+            "store_data_equal_to_fill_value": True,
+        }
+        return ts.open(spec, create=True, delete_existing=True, context=self._context).result()
+
+    def finish(self, paths: Iterable[str]) -> None:
+        """Write the tree's metadata, which makes the item one that Orbax can open."""
+        tree = {}
+        for path in sorted(paths):
+            keys = path.split("/")
+            tree[repr(tuple(keys))] = {
+                "key_metadata": [{"key": key, "key_type": 2} for key in keys],
+                "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+            }
+        metadata = {
+            "tree_metadata": tree,
+            "use_ocdbt": True,
+            "use_zarr3": True,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": None,
+        }
+        (self.item / TREE_FILE).write_text(json.dumps(metadata), encoding="utf-8")
+
+
+def finish_step(step: Path, items: Iterable[str], started_ns: int) -> None:
+    """Write what makes a folder a finished Orbax step: its items, and the marker that readers of object stores look for."""
+    metadata = {
+        "item_handlers": dict.fromkeys(items, HANDLER),
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": started_ns,
+        "commit_timestamp_nsecs": time.time_ns(),
+        "custom_metadata": {},
+    }
+    (step / "_CHECKPOINT_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
+    (step / "orbax.checkpoint").write_bytes(b"")
+    (step / "commit_success.txt").write_text("Checkpoint commit was successful", encoding="utf-8")

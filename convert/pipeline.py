@@ -1,0 +1,218 @@
+"""Source -> plan -> target: the conversions into an Orbax tree."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ..olmo_jax.config_hf import to_hf
+from ..olmo_jax.errors import BadInput
+from .carry import carried_files, copy_files, tokenizer_faults
+from .copying import Move, NonFiniteError, copy_weight, plan_move
+from .manifest import config_hash, make_manifest, write_manifest
+from .mapping import weights
+from .orbax_io import ITEM
+from .orbax_write import CHUNK_BYTES, COMPRESSION, TreeWriter, finish_step
+from .progress import Progress
+from .record import ConversionRecord
+from .safetensors_io import DTYPES
+from .sources import ORBAX_CONFIG, Source, open_source
+from .staging import Staging, check_apart, clean_target
+from .verify import compare_moves
+
+DTYPE_NAMES = {dtype.name: dtype for dtype in DTYPES.values()}
+MEMORY = 768 << 20  # bytes for slices: with imports (0.1 GB) and the store's own buffers it stays under 1 GiB
+COPIES = (
+    4  # of a slice that one worker holds at once: rows as read, laid out, as encoded, and the one still being written
+)
+
+
+def hf2orbax(
+    source: str | Path,
+    target: str | Path,
+    *,
+    dtype: str | None = None,
+    verify: bool = True,
+    overwrite: bool = False,
+    allow_nonfinite: bool = False,
+    allow_unknown_keys: Sequence[str] = (),
+    compression: str = "none",
+    chunk_bytes: int = CHUNK_BYTES,
+    workers: int | None = None,
+    quiet: bool = False,
+) -> ConversionRecord:
+    """Convert an HF folder to the Orbax tree of OLMO_JAX_LAYOUT.md, in slices.
+
+    dtype is kept unless named (float32, bfloat16, float16). Raises BadInput listing all faults; then no target is left.
+    A run that was killed resumes when called again with the same arguments.
+    """
+    opened = open_source(source, allow_unknown_keys)
+    if opened.kind != "hf":
+        raise BadInput(f"{opened.said}: hf2orbax wants an HF folder")
+    carried = carried_files(opened.path)
+    return convert(
+        opened,
+        clean_target(target),
+        carried=carried,
+        dtype=dtype,
+        verify=verify,
+        overwrite=overwrite,
+        allow_nonfinite=allow_nonfinite,
+        compression=compression,
+        chunk_bytes=chunk_bytes,
+        workers=workers,
+        quiet=quiet,
+    )
+
+
+def convert(
+    source: Source,
+    target: Path,
+    *,
+    carried: Sequence[Path],
+    dtype: str | None,
+    verify: bool,
+    overwrite: bool,
+    allow_nonfinite: bool,
+    compression: str,
+    chunk_bytes: int,
+    workers: int | None,
+    quiet: bool,
+) -> ConversionRecord:
+    """Carry every tensor of an opened source over, then the files beside it; publish only what was read back equal."""
+    _check_options(source, target, carried, dtype, compression, chunk_bytes)
+    moves = plan(source, dtype, chunk_bytes)
+    job = {
+        "source": str(source.path),
+        "files": _fingerprint(source, carried),
+        "config": config_hash(source.config),
+        "dtype": dtype,
+        "compression": compression,
+        "chunk_bytes": chunk_bytes,
+        "allow_nonfinite": allow_nonfinite,
+    }
+    started_ns, cpus = time.time_ns(), os.cpu_count() or 1
+    workers = workers or max(1, min(cpus, MEMORY // (COPIES * max(chunk_bytes, 1))))
+    with Staging(target, job, overwrite=overwrite) as staging:
+        resumed = len(staging.finished)
+        waiting = [move for move in moves if move.leaf.path not in staging.finished]
+        staging.check_space(sum(move.leaf.nbytes for move in waiting))
+        writer = TreeWriter(staging.folder / ITEM, compression, cpus)
+        progress = Progress("writing", sum(move.tensor.nbytes for move in waiting), quiet)
+
+        def carry(move: Move) -> None:
+            staging.record(move.leaf.path, copy_weight(move, writer, allow_nonfinite, progress.add))
+
+        run_all(waiting, carry, workers)
+        writer.finish(move.leaf.path for move in moves)
+        seconds, verify_seconds = progress.close(), 0.0
+        peak = progress.peak_anonymous
+        if _fingerprint(source, carried) != job["files"]:
+            raise BadInput(f"{source.path} was changed while it was converted: start again when it is at rest")
+        finish_step(staging.folder, [ITEM], started_ns)
+        (staging.folder / ORBAX_CONFIG).write_text(json.dumps(to_hf(source.config), indent=2) + "\n", encoding="utf-8")
+        if verify:
+            reading = Progress("verifying", sum(move.tensor.nbytes for move in moves), quiet)
+            differences = compare_moves(staging.folder, moves, workers, reading.add)
+            verify_seconds, peak = reading.close(), max(peak, reading.peak_anonymous)
+            if differences:
+                raise BadInput(f"{target} was not written: what was read back is not what was meant", differences)
+        copy_files(carried, staging.folder)
+        write_manifest(staging.folder, _manifest(source, moves, staging.finished, job, verify))
+        staging.publish()
+    return ConversionRecord(
+        source=source.path,
+        target=target,
+        kind=source.kind,
+        said=source.said,
+        tensors=len(moves),
+        bytes=sum(move.leaf.nbytes for move in moves),
+        dtype=dtype or source.dtype_name,
+        seconds=seconds,
+        verify_seconds=verify_seconds,
+        peak_memory=peak,
+        verified=verify,
+        resumed=resumed,
+        notes=source.notes,
+    )
+
+
+def plan(source: Source, dtype: str | None, chunk_bytes: int) -> list[Move]:
+    """Every tensor to its leaf, in the order of the mapping. open_source has checked names, shapes and dtypes."""
+    wanted = DTYPE_NAMES[dtype] if dtype else None
+    return [plan_move(w, source.tensors[w.hf], wanted, chunk_bytes) for w in weights(source.config)]
+
+
+def run_all(moves: Sequence[Move], action: Callable[[Move], None], workers: int) -> None:
+    """Run action on every move, the largest first so that no worker is left alone with one at the end.
+
+    Non-finite tensors are collected, so that all are named; any other error ends the run.
+    """
+    queue = sorted(moves, key=lambda move: -move.tensor.nbytes)
+    faults, stop = [], []
+
+    def one(move: Move) -> None:
+        if stop:
+            return
+        try:
+            action(move)
+        except NonFiniteError as error:
+            faults.append(str(error))
+        except BaseException:
+            stop.append(move)
+            raise
+
+    with ThreadPoolExecutor(workers) as pool:
+        for done in [pool.submit(one, move) for move in queue]:
+            done.result()
+    if faults:
+        raise BadInput("the weights cannot be converted", sorted(faults))
+
+
+def _check_options(source, target, carried, dtype, compression, chunk_bytes) -> None:
+    faults = []
+    if dtype is not None and dtype not in DTYPE_NAMES:
+        faults.append(f"dtype {dtype!r} is not supported ({', '.join(sorted(DTYPE_NAMES))} are)")
+    if compression not in COMPRESSION:
+        faults.append(f"compression {compression!r} is not supported ({', '.join(COMPRESSION)} are)")
+    if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+        faults.append(f"chunk_bytes is {chunk_bytes!r}, a positive number of bytes is wanted")
+    faults += tokenizer_faults(list(carried), source.config)
+    if faults:
+        raise BadInput(f"{source.path} cannot be converted", faults)
+    check_apart(source.path, target)
+
+
+def _fingerprint(source: Source, carried: Sequence[Path]) -> list[list]:
+    """Name, size and time of change of every file that is read: notices a source that is not the same any more."""
+    files = {tensor.file for tensor in source.tensors.values()} | set(carried)
+    return [[str(f), str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(files)]
+
+
+def _manifest(source: Source, moves: Sequence[Move], finished: dict[str, dict], job: dict, verified: bool) -> dict:
+    return make_manifest(
+        source={
+            "kind": source.kind,
+            "path": str(source.path),
+            "resolved_path": str(source.path.resolve()),
+            "revision": source.revision,
+            "files": [{"file": f, "resolved": r, "bytes": size} for f, r, size, _ in job["files"]],
+        },
+        config=source.config,
+        vocabulary={
+            "logical": source.config.vocab_size,
+            "padded": source.padded_vocab_size or source.config.vocab_size,
+        },
+        dtype=job["dtype"],
+        compression=job["compression"],
+        chunk_bytes=job["chunk_bytes"],
+        allow_nonfinite=job["allow_nonfinite"],
+        allowed_unknown_keys=list(source.config.allowed_unknown_keys),
+        verified=verified,
+        notes=list(source.notes),
+        tensors=[finished[move.leaf.path] for move in moves],
+    )

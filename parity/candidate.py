@@ -104,7 +104,7 @@ def load(source, dtype) -> Callable[[np.ndarray, int, int | None], np.ndarray]:
     from flax import nnx
 
     from ..convert.orbax_io import read_tree
-    from ..olmo_jax.model import Olmo3
+    from ..olmo_jax.model import from_tree
 
     config: Olmo3Config = source.config
     tree = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype), read_tree(source.path))
@@ -117,7 +117,7 @@ def load(source, dtype) -> Callable[[np.ndarray, int, int | None], np.ndarray]:
     def forward(tokens: np.ndarray, first_position: int, window: int | None) -> np.ndarray:
         if window not in models:
             own = config if window is None else config.replace(sliding_window=window)
-            models[window] = Olmo3.from_tree(own, tree, dtype=dtype)
+            models[window] = from_tree(own, tree, dtype=dtype)
         padded = -(-len(tokens) // LENGTH_STEP) * LENGTH_STEP
         row = np.zeros((1, padded), np.int32)
         row[0, : len(tokens)] = tokens

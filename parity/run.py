@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from ..convert.sources import open_source
-from ..convert.verify import compare_sources
 from ..olmo_jax.config import SLIDING
 from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import rope_tables, tables_hash
 from . import batches, gate, metrics
 from .candidate import run_candidate
 from .reference import import_torch, run_reference
+from .weights import weight_differences
 
 SCHEMA = "olmo-parity/report/1"
 PACKAGES = ("olmo-parity", "torch", "transformers", "jax", "jaxlib", "flax", "orbax-checkpoint", "tensorstore", "numpy")
@@ -57,7 +57,7 @@ def run_gate(
         ),
     ]
     say("comparing weights")
-    weights = compare_sources(ref, cand)
+    weights = weight_differences(ref, cand)
     criteria.append(
         gate.count_criterion(
             "weights that differ", "weights", len(weights), "tensors", on=not options.weights_may_differ

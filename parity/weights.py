@@ -1,0 +1,49 @@
+"""Are the weights of two checkpoints equal, bit for bit, before anything is computed with them?"""
+
+from __future__ import annotations
+
+from ..convert.sources import Source
+from ..convert.verify import differing
+
+SLICE_BYTES = 64 << 20  # read at a time from each side
+
+
+def weight_differences(reference: Source, candidate: Source) -> list[dict]:
+    """One entry for every weight whose bits differ: weight, values (how many differ), first (HF index), sentence.
+
+    Where the candidate is stored in another dtype, the reference is cast to it first (to nearest even, as a conversion
+    does). Both are read in HF orientation.
+    """
+    found = []
+    for name in reference.tensors.keys() | candidate.tensors.keys():
+        entry = _compare(name, reference.tensors.get(name), candidate.tensors.get(name))
+        if entry:
+            found.append(entry)
+    order = {name: i for i, name in enumerate(reference.tensors)}
+    return sorted(found, key=lambda e: (order.get(e["weight"], len(order)), e["weight"]))
+
+
+def _compare(name: str, a, b) -> dict | None:
+    if a is None or b is None:
+        side = "reference" if a is None else "candidate"
+        return {"weight": name, "values": None, "first": None, "sentence": f"{name} is missing in the {side}"}
+    if a.shape != b.shape:
+        sentence = f"{name} has shape {a.shape} in the reference, {b.shape} in the candidate"
+        return {"weight": name, "values": None, "first": None, "sentence": sentence}
+    count, first = 0, None
+    step = max(1, SLICE_BYTES * a.shape[0] // max(a.nbytes, 1))
+    for start in range(0, a.shape[0], step):
+        stop = min(start + step, a.shape[0])
+        mine, theirs = a.rows(start, stop), b.rows(start, stop)
+        here, index = differing(mine if mine.dtype == theirs.dtype else mine.astype(theirs.dtype), theirs)
+        if here and first is None:
+            first = [index[0] + start, *index[1:]]
+            values = (float(mine[index]), float(theirs[index]))
+        count += here
+    if not count:
+        return None
+    sentence = (
+        f"{name} differs in {count} values, first at HF index {first}: "
+        f"{values[0]:.6g} in the reference, {values[1]:.6g} in the candidate"
+    )
+    return {"weight": name, "values": count, "first": first, "sentence": sentence}

@@ -93,8 +93,9 @@ def hf2orbax(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
     """Hugging Face to Orbax, bit for bit, in bounded memory. A killed run resumes when started again."""
-    from .convert import pipeline, record
+    from .convert import memory, pipeline, record
 
+    memory.keep_freed_memory()
     options = {"chunk_bytes": chunk_bytes} if chunk_bytes else {}
     done = pipeline.hf2orbax(
         source,

@@ -15,7 +15,7 @@ from .orbax_io import TreeReader, resolve_tree
 if TYPE_CHECKING:
     from .copying import Move
 
-TILE = 64  # rows and columns compared at once: both sides of a turned comparison stay in the first-level cache
+STRIP = 16  # rows compared at once: 1.15 GB/s on one core; comparing a transposed view as it is runs at 0.26
 
 
 def compare_moves(step: Path, moves: Sequence[Move], workers: int, progress: Callable[[int], None]) -> list[str]:
@@ -73,22 +73,26 @@ def _compare(move: Move, reader: TreeReader, progress: Callable[[int], None]) ->
 def differing(a: np.ndarray, b: np.ndarray) -> tuple[int, tuple[int, ...] | None]:
     """How many values of two arrays of one shape and dtype differ in their bits, and the index of the first.
 
-    Either may be a transposed view; the comparison goes tile by tile so that neither is walked across the cache.
+    b may be a transposed view.
     """
     bits = f"u{a.dtype.itemsize}"
     a, b = _as_bits(a, bits), _as_bits(b, bits)
-    if a.ndim != 2 or (a.flags.c_contiguous and b.flags.c_contiguous):
-        if np.array_equal(a, b):
-            return 0, None
-    elif _equal_by_tiles(a, b):
+    turned = a.ndim == 2 and not b.flags.c_contiguous
+    if _equal_turned(a, b.T) if turned else np.array_equal(a, b):
         return 0, None
     where = np.argwhere(a != b)
     return len(where), tuple(int(i) for i in where[0])
 
 
-def _equal_by_tiles(a: np.ndarray, b: np.ndarray) -> bool:
-    # Strips as in layout.py, but through a comparison: 16 rows of a against 16 columns of b.
-    return all(np.array_equal(a[i : i + 16], b[i : i + 16]) for i in range(0, a.shape[0], 16))
+def _equal_turned(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether a [R, C] equals b [C, R] transposed; strip by strip, so that a strip of b stays in the cache."""
+    strip = np.empty((a.shape[1], STRIP), a.dtype)
+    for start in range(0, a.shape[0], STRIP):
+        part = strip[:, : min(STRIP, a.shape[0] - start)]
+        np.copyto(part, a[start : start + STRIP].T)
+        if not np.array_equal(part, b[:, start : start + STRIP]):
+            return False
+    return True
 
 
 def _as_bits(array: np.ndarray, bits: str) -> np.ndarray:

@@ -78,11 +78,12 @@ def _run(request: dict, folder: Path) -> dict:
     import jax
     import jax.numpy as jnp
 
+    from ..convert.orbax_io import read_tree
     from ..convert.sources import open_source
 
     jax.config.update("jax_default_matmul_precision", "highest")  # float32 is float32 on GPU and TPU too
     source = open_source(Path(request["target"]), allow_unknown_keys=tuple(request["allow_unknown_keys"]))
-    forward = load(source, getattr(jnp, request["dtype"]))
+    forward = forward_of(source.config, read_tree(source.path), getattr(jnp, request["dtype"]))
     for index, sequence in enumerate(request["sequences"]):
         tokens = np.asarray(sequence["tokens"], np.int32)
         logits = forward(tokens, sequence["first_position"], sequence["window"])
@@ -97,17 +98,18 @@ def _run(request: dict, folder: Path) -> dict:
     }
 
 
-def load(source, dtype) -> Callable[[np.ndarray, int, int | None], np.ndarray]:
-    """A function (tokens [T], first position, imposed window) -> logits [T, V] float32 of the tree at source."""
+def forward_of(config: Olmo3Config, tree: dict, dtype) -> Callable[[np.ndarray, int, int | None], np.ndarray]:
+    """A function (tokens [T], first position, imposed window) -> logits [T, V] float32 of olmo_jax on these leaves.
+
+    dtype is that of weights and activations.
+    """
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
-    from ..convert.orbax_io import read_tree
     from ..olmo_jax.model import from_tree
 
-    config: Olmo3Config = source.config
-    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype), read_tree(source.path))
+    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), tree)
     models = {}
 
     @nnx.jit

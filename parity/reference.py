@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,16 +20,13 @@ from .batches import Sequence
 FREQUENCY_TOLERANCE = 4 * 2.0**-23
 
 
-def import_torch():
-    """torch and transformers, or a sentence that says how to get them."""
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise BadInput(
-            f"the PyTorch reference needs {error.name}, which is not installed: pip install 'olmo-parity[torch]'"
-        ) from None
-    return torch, transformers
+def require_torch() -> None:
+    """Raise BadInput with what to install, where torch or transformers is missing. Imports neither."""
+    for name in ("torch", "transformers"):
+        if sys.modules.get(name, ...) is None or (name not in sys.modules and importlib.util.find_spec(name) is None):
+            raise BadInput(
+                f"the PyTorch reference needs {name}, which is not installed: pip install 'olmo-parity[torch]'"
+            )
 
 
 def run_reference(
@@ -45,7 +44,9 @@ def run_reference(
     this is also what shows the cost of bfloat16 arithmetic apart from that of bfloat16 storage. Eager attention, one sequence at a time, no padding, no cache. The model
     is released before returning. Raises BadInput where the live module is not what the config says.
     """
-    torch, transformers = import_torch()
+    import torch
+    import transformers
+
     model = _load(source, getattr(torch, dtype), torch, transformers)
     check_reference(model, config, transformers.__version__)
     with torch.no_grad():

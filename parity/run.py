@@ -19,7 +19,7 @@ from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import rope_tables, tables_hash
 from . import batches, gate, metrics
 from .candidate import run_candidate
-from .reference import import_torch, run_reference
+from .reference import require_torch, run_reference
 from .weights import weight_differences
 
 SCHEMA = "olmo-parity/report/1"
@@ -46,7 +46,7 @@ def run_gate(
     say gets a line about each step. Raises BadInput where no verdict can be given.
     """
     started = time.monotonic()
-    import_torch()
+    require_torch()
     ref, cand = _open(reference, candidate, options)
     sequences = _sequences(ref, cand, options)
     differing = ref.config.differences(cand.config)

@@ -65,11 +65,9 @@ class TreeWriter:
         )
         item.mkdir(parents=True, exist_ok=True)
 
-    def create(self, leaf: Leaf):
-        """The TensorStore of a new leaf; one that is there already is replaced."""
-        import tensorstore as ts
-
-        spec = {
+    def spec(self, leaf: Leaf) -> dict:
+        """How a leaf lies in the store."""
+        return {
             "driver": "zarr3",
             "kvstore": {
                 "driver": "ocdbt",
@@ -86,7 +84,19 @@ class TreeWriter:
             # A chunk of zeros must lie on disk like any other: a chunk that was lost would read as zeros.
             "store_data_equal_to_fill_value": True,
         }
-        return ts.open(spec, create=True, delete_existing=True, context=self._context).result()
+
+    def create(self, leaf: Leaf, transaction=None):
+        """The TensorStore of a new leaf; one that is there already is replaced."""
+        import tensorstore as ts
+
+        options = {"create": True, "delete_existing": True, "context": self._context, "transaction": transaction}
+        return ts.open(self.spec(leaf), **options).result()
+
+    def transaction(self):
+        """Several leaves in one commit: pass it to `create`, write, then commit it."""
+        import tensorstore as ts
+
+        return ts.Transaction()
 
     def finish(self, paths: Iterable[str]) -> None:
         """Write the tree's metadata, which makes the item one that Orbax can open."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..olmo_jax.config_hf import to_hf
 from ..olmo_jax.errors import BadInput
 from .carry import carried_files, copy_files, tokenizer_faults
-from .copying import Move, NonFiniteError, copy_weight, plan_move
+from .copying import Move, NonFiniteError, copy_group, group_moves, plan_move
 from .manifest import config_hash, make_manifest, write_manifest
 from .mapping import weights
 from .orbax_io import ITEM
@@ -104,10 +104,11 @@ def convert(
         writer = TreeWriter(staging.folder / ITEM, compression, cpus)
         progress = Progress("writing", sum(move.tensor.nbytes for move in waiting), quiet)
 
-        def carry(move: Move) -> None:
-            staging.record(move.leaf.path, copy_weight(move, writer, allow_nonfinite, progress.add))
+        def carry(group: Sequence[Move]) -> None:
+            for entry in copy_group(group, writer, allow_nonfinite, progress.add):
+                staging.record(entry["target_path"], entry)
 
-        run_all(waiting, carry, workers)
+        run_all(group_moves(waiting), carry, workers)
         writer.finish(move.leaf.path for move in moves)
         seconds, verify_seconds = progress.close(), 0.0
         peak = progress.peak_anonymous
@@ -147,27 +148,24 @@ def plan(source: Source, dtype: str | None, chunk_bytes: int) -> list[Move]:
     return [plan_move(w, source.tensors[w.hf], wanted, chunk_bytes) for w in weights(source.config)]
 
 
-def run_all(moves: Sequence[Move], action: Callable[[Move], None], workers: int) -> None:
-    """Run action on every move, the largest first so that no worker is left alone with one at the end.
-
-    Non-finite tensors are collected, so that all are named; any other error ends the run.
-    """
-    queue = sorted(moves, key=lambda move: -move.tensor.nbytes)
+def run_all(groups: Sequence[Sequence[Move]], action: Callable[[Sequence[Move]], None], workers: int) -> None:
+    """Run action on every group, in their order. Non-finite tensors are collected, so that all are named; any other
+    error ends the run."""
     faults, stop = [], []
 
-    def one(move: Move) -> None:
+    def one(group: Sequence[Move]) -> None:
         if stop:
             return
         try:
-            action(move)
+            action(group)
         except NonFiniteError as error:
-            faults.append(str(error))
+            faults.extend(error.faults)
         except BaseException:
-            stop.append(move)
+            stop.append(group)
             raise
 
     with ThreadPoolExecutor(workers) as pool:
-        for done in [pool.submit(one, move) for move in queue]:
+        for done in [pool.submit(one, group) for group in groups]:
             done.result()
     if faults:
         raise BadInput("the weights cannot be converted", sorted(faults))

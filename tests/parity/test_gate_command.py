@@ -75,11 +75,8 @@ def test_a_planted_fault_of_function_fails_and_says_where(tree, tmp_path, needs_
 
 
 def test_another_steps_weights_fail_and_are_named(tmp_path, needs_torch):
-    other = tmp_path / "other"
-    shutil.copytree(find_fixture(CHECKPOINT), other)
-    subprocess.run(
-        [sys.executable, "demo/swap_gate_up.py", other, other, "2"], check=True, cwd=Path(__file__).parents[2]
-    )
+    other, script = tmp_path / "other", Path(__file__).parents[2] / "demo" / "swap_gate_up.py"
+    subprocess.run([sys.executable, script, find_fixture(CHECKPOINT), other, "2"], check=True)
     subprocess.run([BIN / "olmo-convert", "hf2orbax", other, tmp_path / "tree"], check=True, capture_output=True)
     done = run("--reference", find_fixture(CHECKPOINT), "--candidate", tmp_path / "tree")
     assert done.returncode == 1

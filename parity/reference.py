@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +35,9 @@ def run_reference(
     *,
     dtype: str,
     round_to: str | None = None,
-    out: Callable[[int, np.ndarray], None],
+    folder: Path,
 ) -> dict:
-    """Load the checkpoint once in dtype, check it, and hand out(index, logits [T, V] float32) for every sequence.
+    """Load the checkpoint once in dtype, check it, and write folder/<index>.npy, logits [T, V] float32, a sequence each.
 
     round_to rounds the loaded float32 weights to bfloat16 or float16 first, as a candidate stored that way holds them;
     this is also what shows the cost of bfloat16 arithmetic apart from that of bfloat16 storage. Eager attention, one sequence at a time, no padding, no cache. The model
@@ -47,6 +46,7 @@ def run_reference(
     import torch
     import transformers
 
+    folder.mkdir()
     model = _load(source, getattr(torch, dtype), torch, transformers)
     check_reference(model, config, transformers.__version__)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def run_reference(
                     f"the reference gave {logits.shape[-1]} logits a token in {logits.dtype}; "
                     f"the config asks for {config.vocab_size} in {dtype}"
                 )
-            out(index, logits[0].float().numpy())
+            np.save(folder / f"{index}.npy", logits[0].float().numpy())
     settings = {
         "implementation": "transformers Olmo3ForCausalLM",
         "attention": model.config._attn_implementation,

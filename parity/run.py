@@ -152,14 +152,13 @@ def _run_legs(ref, cand, sequences, folder: Path, options: GateOptions, say) -> 
 
     def reference(name: str, dtype: str, round_to: str | None) -> None:
         say(f"reference in {dtype}" + (f", weights rounded to {round_to}" if round_to else ""))
-        (folder / name).mkdir()
         runs[name] = run_reference(
             ref.path,
             ref.config,
             sequences,
             dtype=dtype,
             round_to=round_to,
-            out=lambda index, logits: np.save(folder / name / f"{index}.npy", logits),
+            folder=folder / name,
         )
 
     def candidate(name: str, dtype: str) -> None:

@@ -6,6 +6,8 @@ Faults and fixtures are those measured against AI2's own model (tests/data/*/mea
 
 import dataclasses
 import functools
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,8 +36,9 @@ def reference_logits(name):
 
     source = open_source(find_fixture(name))
     sequences = batches.built_in(source.config)
-    logits = {}
-    run_reference(source.path, source.config, sequences, dtype="float32", out=logits.__setitem__)
+    with tempfile.TemporaryDirectory() as folder:
+        run_reference(source.path, source.config, sequences, dtype="float32", folder=Path(folder) / "reference")
+        logits = [np.load(Path(folder) / "reference" / f"{i}.npy") for i in range(len(sequences))]
     return source, sequences, logits
 
 

@@ -50,7 +50,7 @@ def test_yarn_ignored_as_flat_parameters_are_by_5_13_is_refused(tmp_path):
     source = open_source(tmp_path / "flat")
     sequences = batches.built_in(source.config)
     with pytest.raises(BadInput, match="full_attention") as error:
-        reference.run_reference(source.path, source.config, sequences, dtype="float32", out=lambda *_: None)
+        reference.run_reference(source.path, source.config, sequences, dtype="float32", folder=tmp_path / "logits")
     assert "proves nothing" in str(error.value) or "prove nothing" in str(error.value)
 
 
@@ -86,28 +86,25 @@ def test_a_frequency_two_units_off_in_the_last_place_is_right_and_64_are_not(liv
     refused(model, config, "frequencies")
 
 
-def test_an_imposed_window_changes_the_logits_and_goes_again():
+def logits_of(source, sequences, folder, **options):
+    reference.run_reference(source.path, source.config, sequences, dtype="float32", folder=folder, **options)
+    return [np.load(folder / f"{i}.npy") for i in range(len(sequences))]
+
+
+def test_an_imposed_window_changes_the_logits_and_goes_again(tmp_path):
     source = open_source(find_fixture(YARN))
     tokens = batches.built_in(source.config)[0].tokens[:100]
     sequences = [batches.Sequence(str(w), tokens, window=w) for w in (None, 64, None)]
-    logits = {}
-    reference.run_reference(source.path, source.config, sequences, dtype="float32", out=logits.__setitem__)
+    logits = logits_of(source, sequences, tmp_path / "logits")
     np.testing.assert_array_equal(logits[0], logits[2])
     np.testing.assert_array_equal(logits[0][:16], logits[1][:16])
     assert np.abs(logits[0] - logits[1]).max() > 0.01
 
 
-def test_rounded_weights_are_those_of_bfloat16():
+def test_rounded_weights_are_those_of_bfloat16(tmp_path):
     source = open_source(find_fixture(YARN))
     sequences = [batches.Sequence("a", np.arange(20, dtype=np.int32))]
-    seen = {}
-    for round_to in (None, "bfloat16"):
-        reference.run_reference(
-            source.path,
-            source.config,
-            sequences,
-            dtype="float32",
-            round_to=round_to,
-            out=lambda _, logits, key=round_to: seen.__setitem__(key, logits),
-        )
-    assert 1e-5 < np.abs(seen[None] - seen["bfloat16"]).max() < 0.1
+    (stored,), (rounded,) = (
+        logits_of(source, sequences, tmp_path / str(dtype), round_to=dtype) for dtype in (None, "bfloat16")
+    )
+    assert 1e-5 < np.abs(stored - rounded).max() < 0.1

@@ -107,9 +107,12 @@ def from_olmo_core(raw: Mapping, where: str = "config.json", allow_unknown_keys:
 
     Raises BadInput listing every fault.
     """
+    if not isinstance(raw, Mapping):
+        raise BadInput(f"{where} holds a {type(raw).__name__}, a JSON object is wanted")
     faults, notes = [], []
     model = _child(raw, "model", "model", faults)
-    tokenizer = raw.get("tokenizer") or (raw.get("dataset") or {}).get("tokenizer")
+    dataset, train_module = (raw.get(k) if isinstance(raw.get(k), Mapping) else {} for k in ("dataset", "train_module"))
+    tokenizer = raw.get("tokenizer") or dataset.get("tokenizer")
     if not isinstance(tokenizer, Mapping) or not isinstance(tokenizer.get("vocab_size"), int):
         faults.append("dataset.tokenizer.vocab_size is missing: it is the size of the vocabulary without padding rows")
         tokenizer = {}
@@ -123,6 +126,9 @@ def from_olmo_core(raw: Mapping, where: str = "config.json", allow_unknown_keys:
     base = reader.block(model.get("block"), "model.block")
     overrides = model.get("block_overrides") or {}
     layers = [base] * count
+    if not isinstance(overrides, Mapping):
+        faults.append(f"model.block_overrides is {overrides!r}, an object by layer is wanted")
+        overrides = {}
     for key, block in overrides.items():
         if not str(key).isdigit() or int(key) >= count:
             faults.append(f"model.block_overrides names layer {key!r}, the model has layers 0 to {count - 1}")
@@ -167,9 +173,7 @@ def from_olmo_core(raw: Mapping, where: str = "config.json", allow_unknown_keys:
             [f"model.vocab_size is {padded!r}, fewer rows than the tokenizer's {vocabulary} entries"],
         )
     rope = {layer_type: next(iter(ropes)) for layer_type, ropes in by_type.items()}
-    length = (raw.get("train_module") or {}).get("max_sequence_length") or (raw.get("dataset") or {}).get(
-        "sequence_length"
-    )
+    length = train_module.get("max_sequence_length") or dataset.get("sequence_length")
     if length is None:
         notes.append("the training length is not stated; max_position_embeddings was taken from the rotary embedding")
         full = rope.get(FULL)
@@ -251,13 +255,19 @@ class _Reader:
         for name, value in (("n_heads", attention.get("n_heads")), ("hidden_size", feed_forward.get("hidden_size"))):
             if value is None:
                 self.faults.append(f"{path}: {name} is missing")
+            else:
+                self.whole(value, f"{path}: {name}")
+        for name in ("n_kv_heads", "head_dim"):
+            if attention.get(name) is not None:
+                self.whole(attention[name], f"{attention_path}.{name}")
         sliding = attention.get("sliding_window")
-        if sliding is not None:
+        if sliding is not None and not isinstance(sliding, Mapping):
+            self.faults.append(f"{attention_path}.sliding_window is {sliding!r}, an object is wanted")
+        elif sliding is not None:
             self.check(sliding, "sliding_window", f"{attention_path}.sliding_window")
             pattern = sliding.get("pattern")
-            if not pattern or not all(isinstance(w, int) and (w > 0 or w == -1) for w in pattern):
-                self.faults.append(f"{attention_path}.sliding_window.pattern is {pattern!r}")
-                sliding = None
+            if not isinstance(pattern, list) or not pattern or not all(_is_window(w) for w in pattern):
+                self.faults.append(f"{attention_path}.sliding_window.pattern is {pattern!r}, tokens or -1 are wanted")
         return {
             "n_heads": attention.get("n_heads"),
             "n_kv_heads": attention.get("n_kv_heads"),
@@ -268,23 +278,38 @@ class _Reader:
             "rope": self.rope(attention.get("rope"), f"{attention_path}.rope"),
         }
 
+    def whole(self, value, path: str) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            self.faults.append(f"{path} is {value!r}, a positive whole number is wanted")
+
+    def number(self, value, path: str) -> float | None:
+        """The value if it is a number, else None and a fault. Whether it can be used is checked by Olmo3Config."""
+        if value is None:
+            self.faults.append(f"{path} is missing")
+        elif not isinstance(value, (int, float)) or isinstance(value, bool):
+            self.faults.append(f"{path} is {value!r}, a number is wanted")
+        else:
+            return value
+        return None
+
     def norm(self, block, path: str) -> float | None:
         if not isinstance(block, Mapping):
             self.faults.append(f"{path} is missing")
             return None
         self.check(block, "layer_norm", path)
-        if block.get("eps") is None:
-            self.faults.append(f"{path}.eps is missing")
-        return block.get("eps")
+        return self.number(block.get("eps"), f"{path}.eps")
 
     def rope(self, block, path: str) -> RopeParameters | None:
-        if not isinstance(block, Mapping) or block.get("theta") is None:
-            self.faults.append(f"{path}.theta is missing")
+        if not isinstance(block, Mapping):
+            self.faults.append(f"{path} is missing")
             return None
         self.check(block, "rope", path)
-        scaling = block.get("scaling")
+        theta, scaling = self.number(block.get("theta"), f"{path}.theta"), block.get("scaling")
         if scaling is None:
-            return RopeParameters("default", block["theta"])
+            return RopeParameters("default", theta)
+        if not isinstance(scaling, Mapping):
+            self.faults.append(f"{path}.scaling is {scaling!r}, an object is wanted")
+            return None
         self.check(scaling, "scaling", f"{path}.scaling")
         kind = str(scaling.get("_CLASS_", YARN_CLASS)).rsplit(".", 1)[-1]
         missing = [k for k in ("factor", "beta_fast", "beta_slow", "old_context_len") if scaling.get(k) is None]
@@ -295,14 +320,18 @@ class _Reader:
                 + "; YaRN is supported"
             )
             return None
+        names = ("factor", "old_context_len", "beta_fast", "beta_slow")
+        factor, context, beta_fast, beta_slow = (self.number(scaling[k], f"{path}.scaling.{k}") for k in names)
+        if factor is None:
+            return None
         return RopeParameters(
             "yarn",
-            block["theta"],
-            factor=scaling["factor"],
-            original_max_position_embeddings=scaling["old_context_len"],
-            beta_fast=scaling["beta_fast"],
-            beta_slow=scaling["beta_slow"],
-            attention_factor=default_attention_factor(scaling["factor"]),
+            theta,
+            factor=factor,
+            original_max_position_embeddings=context,
+            beta_fast=beta_fast,
+            beta_slow=beta_slow,
+            attention_factor=default_attention_factor(factor),
             truncate=True,
         )
 
@@ -317,6 +346,10 @@ def _window(sliding: Mapping | None, layer: int, count: int) -> int | None:
     pattern = sliding["pattern"]
     window = pattern[(layer - first) % len(pattern)]  # a forced first layer does not use up an entry
     return None if window == -1 else window
+
+
+def _is_window(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and (value > 0 or value == -1)
 
 
 def _child(block: Mapping, key: str, path: str, faults: list[str]) -> Mapping | None:

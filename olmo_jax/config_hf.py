@@ -113,22 +113,8 @@ def from_hf(raw: Mapping, where: str = "config.json", allow_unknown_keys: Sequen
         faults.append(f"dtype is {raw['dtype']!r} but torch_dtype is {raw['torch_dtype']!r}")
     if faults:
         raise BadInput(f"{where} cannot be used", faults)
-    if SLIDING in rope and rope[SLIDING].rope_type != "default":
-        notes.append(f"{SLIDING} layers have {rope[SLIDING].rope_type} rotary: AI2's OLMo 3 keeps plain rotary there")
-    full = rope.get(FULL)
-    context = full.original_max_position_embeddings if full and full.rope_type == "yarn" else None
-    if full and full.rope_type == "default" and raw["max_position_embeddings"] > 8192:
-        notes.append(
-            f"max_position_embeddings is {raw['max_position_embeddings']} without YaRN: none was added. OLMo 3 was "
-            "trained at 8192 tokens before its long-context stage; was the rotary block lost on the way?"
-        )
-    elif context and context * full.factor < raw["max_position_embeddings"]:
-        notes.append(
-            f"max_position_embeddings {raw['max_position_embeddings']} is more than YaRN's "
-            f"{full.factor:g} x {context} tokens"
-        )
     try:
-        return Olmo3Config(
+        config = Olmo3Config(
             **{name: raw[name] for name in REQUIRED},
             head_dim=head_dim,
             layer_types=layer_types,
@@ -137,11 +123,30 @@ def from_hf(raw: Mapping, where: str = "config.json", allow_unknown_keys: Sequen
             tie_word_embeddings=tied,
             dtype=next(iter(dtypes), None),
             token_ids={k: raw.get(k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")},
-            notes=tuple(notes),
             allowed_unknown_keys=tuple(key for key in unknown if key in allow_unknown_keys),
         )
     except BadInput as error:
         raise BadInput(f"{where} cannot be used", error.faults) from None
+    return config.replace(notes=(*notes, *_oddities(config)))
+
+
+def _oddities(config: Olmo3Config) -> list[str]:
+    """What is allowed but seldom meant."""
+    notes = []
+    length, sliding, full = config.max_position_embeddings, config.rope.get(SLIDING), config.rope.get(FULL)
+    if sliding and sliding.rope_type != "default":
+        notes.append(f"{SLIDING} layers have {sliding.rope_type} rotary: AI2's OLMo 3 keeps plain rotary there")
+    if full and full.rope_type == "default" and length > 8192:
+        notes.append(
+            f"max_position_embeddings is {length} without YaRN: none was added. OLMo 3 was "
+            "trained at 8192 tokens before its long-context stage; was the rotary block lost on the way?"
+        )
+    if full and full.rope_type == "yarn" and full.original_max_position_embeddings * full.factor < length:
+        notes.append(
+            f"max_position_embeddings {length} is more than YaRN's "
+            f"{full.factor:g} x {full.original_max_position_embeddings} tokens"
+        )
+    return notes
 
 
 def to_hf(config: Olmo3Config) -> dict:
@@ -270,12 +275,12 @@ def _block(block: Mapping, theta, name: str, faults: list[str]) -> RopeParameter
     if theta is None:
         faults.append(f"rope_theta is missing in {name}" if name != "rope_scaling" else "rope_theta is missing")
         theta = 2.0
-    elif block.get("rope_theta", theta) != theta:
+    elif "rope_theta" in block and block["rope_theta"] != theta:
         faults.append(f"{name}.rope_theta is {block['rope_theta']!r} but rope_theta is {theta!r}")
     if block.get("partial_rotary_factor", 1) not in (1, None):
         faults.append(f"{name}.partial_rotary_factor {block['partial_rotary_factor']!r} is not supported (1 is)")
     rope_type = block.get("rope_type", block.get("type"))
-    if block.get("type", rope_type) != rope_type:
+    if "type" in block and block["type"] != rope_type:
         faults.append(f"{name} says rope_type {rope_type!r} and type {block['type']!r}")
     if rope_type is None:
         if any(block.get(key) is not None for key in ROPE_KEYS[3:-1]):

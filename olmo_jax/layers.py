@@ -24,7 +24,10 @@ def linear(x, kernel):
 
 
 def embed(tokens, embedding, dtype):
-    """tokens [B, T], embedding [V, D] -> [B, T, D]. A token outside the vocabulary gives NaN, not the nearest row."""
+    """tokens [B, T], embedding [V, D] -> [B, T, D]. A token outside the vocabulary gives NaN, not the nearest row.
+
+    The NaN reaches the whole row (attention gives it weight 0, and 0 x NaN is NaN): pad with tokens that exist.
+    """
     tokens = jnp.where(tokens < 0, embedding.shape[0], tokens)  # or -1 would be the last row
     return embedding.at[tokens].get(mode="fill", fill_value=jnp.nan).astype(dtype)
 

@@ -26,8 +26,28 @@ class Sequence:
     tokens: np.ndarray  # [T] int32
     first_position: int = 0  # rotary position of token 0
     window: int | None = None  # imposed on the sliding layers of both sides; None keeps the model's own
+    documents: tuple[int, ...] = ()  # tokens of each packed document; () where the row is one document
     built_in: bool = False
     cut_from: int | None = None  # tokens before it was cut short
+
+    def parts(self) -> list[tuple[np.ndarray, int]]:
+        """The documents alone, as (tokens, first position): what a packed row must be equal to."""
+        if not self.documents:
+            return [(self.tokens, self.first_position)]
+        ends = np.cumsum(self.documents)
+        return [(self.tokens[end - length : end], 0) for length, end in zip(self.documents, ends, strict=True)]
+
+    def positions(self) -> np.ndarray:
+        """Rotary position of every token [T]: counted from 0 in every document."""
+        return np.concatenate([first + np.arange(len(tokens)) for tokens, first in self.parts()]).astype(np.int32)
+
+    def segment_ids(self) -> np.ndarray | None:
+        """Document of every token [T], from 1; None where the row is one document."""
+        return (
+            np.repeat(np.arange(1, len(self.documents) + 1), self.documents).astype(np.int32)
+            if self.documents
+            else None
+        )
 
     @property
     def sha256(self) -> str:
@@ -35,7 +55,7 @@ class Sequence:
 
 
 def built_in(config: Olmo3Config) -> list[Sequence]:
-    """The sequences that always run: 512 random tokens, and again with a window of 64 where layers slide.
+    """The sequences that always run: 512 random tokens, again with a window of 64 where layers slide, and packed documents.
 
     Tokens are drawn evenly over the vocabulary, so rare and high ids occur; id 0, the last id and the special tokens are
     put in by hand. With YaRN the second one's positions pass the end of the original context, which 512 tokens from
@@ -43,10 +63,7 @@ def built_in(config: Olmo3Config) -> list[Sequence]:
     """
     rng = np.random.default_rng(BUILT_IN_SEED)
     tokens = rng.integers(0, config.vocab_size, BUILT_IN_TOKENS, dtype=np.int32)
-    special = [0, config.vocab_size - 1]
-    for value in config.token_ids.values():
-        special += value if isinstance(value, list) else [value]
-    special = sorted({v for v in special if isinstance(v, int) and 0 <= v < config.vocab_size})
+    special = sorted({0, config.vocab_size - 1, *special_ids(config)})
     tokens[rng.choice(np.arange(1, BUILT_IN_TOKENS - 1), len(special), replace=False)] = special
     sequences = [Sequence("built-in-512", tokens, built_in=True)]
     original = original_context(config)
@@ -56,7 +73,14 @@ def built_in(config: Olmo3Config) -> list[Sequence]:
         sequences.append(Sequence(name, tokens, first, window=IMPOSED_WINDOW, built_in=True))
     elif first:
         sequences.append(Sequence(f"built-in-512-from-{first}", tokens, first, built_in=True))
+    sequences.append(packed(tokens))
     return sequences
+
+
+def packed(tokens: np.ndarray) -> Sequence:
+    """Three documents in one row; the reference runs each alone. Lengths are odd so that no block or window hides an edge."""
+    lengths = (101, 37, 118)
+    return Sequence("built-in-packed", tokens[: sum(lengths)], documents=lengths, built_in=True)
 
 
 def original_context(config: Olmo3Config) -> int | None:
@@ -168,33 +192,73 @@ def _encoder(tokenizer: Path | None, path: Path):
 
 
 def coverage(config: Olmo3Config, sequences: list[Sequence]) -> list[dict]:
-    """What these sequences can show on this config: {what, covered, detail}; `what` is the name for --accept-uncovered."""
-    longest = max(sequences, key=lambda s: len(s.tokens))
+    """What these sequences can show on this config: {what, covered, detail}; `what` is the name for --accept-uncovered.
+
+    Things that the config does not have (no sliding layer, no YaRN, no special tokens) are not listed.
+    """
+    longest = max(len(tokens) for s in sequences for tokens, _ in s.parts())
+    seen = np.unique(np.concatenate([s.tokens for s in sequences]))
     items = [
-        {
-            "what": "attention",
-            "covered": len(longest.tokens) > 1,
-            "detail": f"longest sequence: {len(longest.tokens)} tokens; position 0 sees one key and shows no attention fault",
-        }
+        _item(
+            "attention",
+            longest > 1,
+            f"longest document {longest} tokens; position 0 sees one key, so shows no attention fault",
+        ),
+        _item(
+            "packed", any(s.documents for s in sequences), "several documents in one row, which must not see each other"
+        ),
     ]
+    if config.num_attention_heads != config.num_key_value_heads:
+        group = config.num_attention_heads // config.num_key_value_heads
+        detail = f"{group} query heads share each of {config.num_key_value_heads} kv heads; shown by any 2 tokens"
+        items.append(_item("grouped_heads", longest > 1, detail))
     if SLIDING in config.layer_types:
-        past = max(len(s.tokens) - (s.window or config.sliding_window) for s in sequences)
-        how = "" if config.sliding_window < BUILT_IN_TOKENS else f" (a window of {IMPOSED_WINDOW} stands in for it)"
-        items.append(
-            {
-                "what": "window",
-                "covered": past > 0,
-                "detail": f"window {config.sliding_window} tokens{how}; {max(past, 0)} positions lie past a window's edge",
-            }
-        )
+        past = max(len(tokens) - (s.window or config.sliding_window) for s in sequences for tokens, _ in s.parts())
+        own = max(len(tokens) for s in sequences for tokens, _ in s.parts() if s.window is None or s.built_in)
+        how = "" if own > config.sliding_window else f" (a window of {IMPOSED_WINDOW} stands in for it)"
+        detail = f"window {config.sliding_window} tokens{how}; {max(past, 0)} positions lie past a window's edge"
+        items.append(_item("window", past > 0, detail))
     original = original_context(config)
     if original:
-        last = max(s.first_position + len(s.tokens) for s in sequences)
-        items.append(
-            {
-                "what": "yarn",
-                "covered": last > original,
-                "detail": f"original context {original} tokens; positions reach {last - 1}",
-            }
-        )
+        last = max(s.first_position + len(tokens) for s in sequences for tokens, _ in s.parts())
+        items.append(_item("yarn", last > original, f"original context {original} tokens; positions reach {last - 1}"))
+    high = int(seen[-1])
+    detail = f"{len(seen)} different ids up to {high} of {config.vocab_size}"
+    items.append(_item("high_token_ids", high >= config.vocab_size - max(1, config.vocab_size // 100), detail))
+    special = special_ids(config)
+    if special:
+        missing = sorted(set(special) - set(seen.tolist()))
+        detail = f"special ids {special}" + (f", of which {missing} do not occur" if missing else " all occur")
+        items.append(_item("special_tokens", not missing, detail))
     return items
+
+
+def mask_length(config: Olmo3Config) -> int:
+    """Tokens of the mask in which visible keys are counted: past the window by a few."""
+    return (config.sliding_window if SLIDING in config.layer_types else IMPOSED_WINDOW) + 4
+
+
+def probe_positions(config: Olmo3Config) -> list[int]:
+    """Query positions whose visible keys are counted: the first, and those around the edge of the window."""
+    length = mask_length(config)
+    return sorted({0, *range(max(0, length - 8), length)})
+
+
+def expected_keys(config: Olmo3Config) -> dict[str, list[list[int]]]:
+    """By layer type, [position, keys seen] as the config has it: the current token and what lies before it."""
+    return {
+        t: [[p, min(p + 1, config.sliding_window) if t == SLIDING else p + 1] for p in probe_positions(config)]
+        for t in sorted(set(config.layer_types))
+    }
+
+
+def special_ids(config: Olmo3Config) -> list[int]:
+    """Ids of the beginning, end and padding tokens that the config names."""
+    found = set()
+    for value in config.token_ids.values():
+        found.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
+    return sorted(v for v in found if 0 <= v < config.vocab_size)
+
+
+def _item(what: str, covered: bool, detail: str) -> dict:
+    return {"what": what, "covered": bool(covered), "detail": detail}

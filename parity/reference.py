@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from ..olmo_jax.config import SLIDING, Olmo3Config
+from ..olmo_jax.config import FULL, SLIDING, Olmo3Config
 from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import RopeTable, rope_tables
-from .batches import Sequence
+from .batches import Sequence, mask_length, probe_positions
 
+# What makes the reference a benignly changed version of itself; all of them at once.
+BENIGN = (
+    "attention sdpa for eager",
+    "rows padded to another length",
+    "other thread count",
+    "head summed in other order",
+)
+BENIGN_PADDING = 9  # tokens
+HEAD_ROWS = 8192  # rows of the head multiplied at a time: 134 MB of a 7B head in float32
 # Relative difference of an inverse frequency that two right float32 computations may have: four units in the last
 # place (measured: at most one between NumPy and torch). YaRN or another theta changes them by tenths.
 FREQUENCY_TOLERANCE = 4 * 2.0**-23
@@ -35,12 +45,14 @@ def run_reference(
     *,
     dtype: str,
     round_to: str | None = None,
+    benign: bool = False,
     folder: Path,
 ) -> dict:
     """Load the checkpoint once in dtype, check it, and write folder/<index>.npy, logits [T, V] float32, a sequence each.
 
     round_to rounds the loaded float32 weights to bfloat16 or float16 first, as a candidate stored that way holds them;
-    this is also what shows the cost of bfloat16 arithmetic apart from that of bfloat16 storage. Eager attention, one sequence at a time, no padding, no cache. The model
+    this is also what shows the cost of bfloat16 arithmetic apart from that of bfloat16 storage. benign changes what must not matter
+    (BENIGN), to measure the reference's own noise. Eager attention, one sequence at a time, no padding, no cache. The model
     is released before returning. Raises BadInput where the live module is not what the config says.
     """
     import torch
@@ -48,6 +60,8 @@ def run_reference(
 
     folder.mkdir()
     model = _load(source, getattr(torch, dtype), torch, transformers)
+    if benign:
+        model.set_attn_implementation("sdpa")
     check_reference(model, config, transformers.__version__)
     with torch.no_grad():
         if round_to:
@@ -55,16 +69,19 @@ def run_reference(
                 parameter.copy_(parameter.to(getattr(torch, round_to)))
         for index, sequence in enumerate(sequences):
             impose_window(model, config, sequence.window)
-            tokens = torch.from_numpy(sequence.tokens.astype(np.int64))[None]
-            first = sequence.first_position
-            positions = torch.arange(first, first + tokens.shape[1])[None]
-            logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-            if logits.dtype != getattr(torch, dtype) or logits.shape[-1] != config.vocab_size:
+            alone = {}  # a document that occurs twice is run once
+            for tokens, first in sequence.parts():
+                key = tokens.tobytes()
+                if key not in alone:
+                    alone[key] = _forward(model, tokens, first, benign, torch)
+            logits = np.concatenate([alone[tokens.tobytes()] for tokens, _ in sequence.parts()])
+            if logits.shape[1] != config.vocab_size:
                 raise BadInput(
-                    f"the reference gave {logits.shape[-1]} logits a token in {logits.dtype}; "
-                    f"the config asks for {config.vocab_size} in {dtype}"
+                    f"the reference gave {logits.shape[1]} logits a token, the config says {config.vocab_size}"
                 )
-            np.save(folder / f"{index}.npy", logits[0].float().numpy())
+            np.save(folder / f"{index}.npy", logits)
+        impose_window(model, config, None)
+        keys = visible_keys(model, config)
     settings = {
         "implementation": "transformers Olmo3ForCausalLM",
         "attention": model.config._attn_implementation,
@@ -72,10 +89,69 @@ def run_reference(
         "device": str(next(model.parameters()).device),
         "threads": torch.get_num_threads(),
         "weights_rounded_to": round_to,
+        "benign_changes": list(BENIGN) if benign else [],
+        "visible_keys": keys,
     }
     del model
     gc.collect()
     return settings
+
+
+def _forward(model, tokens: np.ndarray, first: int, benign: bool, torch) -> np.ndarray:
+    """Logits [T, V] float32 of one document alone."""
+    length = len(tokens)
+    if benign:
+        tokens = np.pad(tokens, (0, BENIGN_PADDING))
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    positions = torch.arange(first, first + len(tokens))[None]
+    if not benign:
+        return model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float().numpy()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if threads > 1 else 2)
+    try:
+        hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0, :length]
+        head = model.get_output_embeddings().weight
+        parts = [  # the head's rows a few thousand at a time: its reordered copy would be as large as the head
+            torch.nn.functional.linear(hidden.flip(-1), rows.flip(-1)) for rows in head.split(HEAD_ROWS)
+        ]
+        return torch.cat(parts, dim=-1).float().numpy()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def visible_keys(model, config: Olmo3Config) -> dict[str, list[list[int]]]:
+    """By layer type, [position, keys seen] around the edge of the window, counted in the masks that transformers builds.
+
+    This proves the true window without running as many tokens through the model.
+    """
+    import torch
+    from transformers import masking_utils
+
+    length = mask_length(config)
+    builders = {SLIDING: masking_utils.create_sliding_window_causal_mask, FULL: masking_utils.create_causal_mask}
+    width = torch.empty(1, length, 1)
+    positions = torch.arange(length)
+    offered = {
+        "config": model.config,
+        "inputs_embeds": width,  # 5.x
+        "input_embeds": width,  # 4.57
+        "attention_mask": None,
+        "cache": None,
+        "past_key_values": None,
+        "cache_position": positions,
+        "position_ids": positions[None],
+    }
+    implementation, counts = model.config._attn_implementation, {}
+    model.config._attn_implementation = "eager"  # sdpa may leave the mask out where it is only causal
+    try:
+        for layer_type in sorted(set(config.layer_types)):
+            wanted = inspect.signature(builders[layer_type]).parameters
+            mask = builders[layer_type](**{k: v for k, v in offered.items() if k in wanted})
+            seen = (mask[0, 0] == 0).sum(-1)
+            counts[layer_type] = [[int(p), int(seen[p])] for p in probe_positions(config)]
+    finally:
+        model.config._attn_implementation = implementation
+    return counts
 
 
 def _load(source: Path, dtype, torch, transformers):

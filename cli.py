@@ -114,6 +114,47 @@ def hf2orbax(
 
 
 @convert_app.command()
+def core2orbax(
+    source: Annotated[str, typer.Argument(help="Step folder of OLMo-core, its parent, or its model_and_optim.")],
+    target: Annotated[str, typer.Argument(help="Step folder to write, RUN/0 for instance.")],
+    vocabulary: Annotated[str, typer.Option(help="Padding rows of the vocabulary: cut, keep, or check.")] = "cut",
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="Bring Adam's moments along.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; kept as stored if not given.")
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read back and compare every bit.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at TARGET.")] = False,
+    allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help="Copy NaN and infinity too.")] = False,
+    allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+    compression: Annotated[str, typer.Option(help="none or zstd.")] = "none",
+    chunk_bytes: Annotated[int | None, typer.Option(min=1, help="Largest chunk of an array on disk, bytes.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Tensors in work at once.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """AI2's own distributed checkpoint to Orbax, without torch, without a hop through Hugging Face."""
+    from .convert import memory, pipeline, record
+
+    memory.keep_freed_memory()
+    options = {"chunk_bytes": chunk_bytes} if chunk_bytes else {}
+    done = pipeline.core2orbax(
+        source,
+        target,
+        vocabulary=vocabulary,
+        optimizer=optimizer,
+        dtype=dtype,
+        verify=verify,
+        overwrite=overwrite,
+        allow_nonfinite=allow_nonfinite,
+        allow_unknown_keys=allow_unknown_key or (),
+        compression=compression,
+        workers=workers,
+        quiet=quiet,
+        **options,
+    )
+    typer.echo(record.summary(done))
+
+
+@convert_app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="A checkpoint of any form.")],
     json_output: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,

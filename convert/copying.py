@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from .checkpoint import Tensor
 from .layout import non_finite, transposed
 from .mapping import TRANSPOSED, Weight
+from .orbax_io import ITEM
 from .orbax_write import Leaf, TreeWriter, chunk_shape
-from .sources import Tensor
 
 SMALL_BYTES = 1 << 20  # leaves up to this size share a commit: each commit waits for the disk (5 ms and more)
 GROUP_BYTES = 8 << 20  # held in memory until it is committed
@@ -24,6 +25,12 @@ class Move:
     weight: Weight
     tensor: Tensor
     leaf: Leaf
+    item: str = ITEM  # of the Orbax step
+
+    @property
+    def key(self) -> str:
+        """Names the leaf in the whole step."""
+        return f"{self.item}/{self.leaf.path}"
 
     @property
     def turned(self) -> bool:
@@ -48,19 +55,24 @@ class NonFiniteError(Exception):
         self.faults = faults
 
 
-def plan_move(weight: Weight, tensor: Tensor, dtype: np.dtype | None, chunk_bytes: int) -> Move:
+def plan_move(
+    weight: Weight, tensor: Tensor, dtype: np.dtype | None, chunk_bytes: int, item: str = ITEM, prefix: str = ""
+) -> Move:
     """The leaf that a weight becomes, cut along the axis whose slices are whole rows of the source."""
     dtype = dtype or tensor.dtype
     axis = len(weight.shape) - 1 if weight.layout == TRANSPOSED else 0
     chunk = chunk_shape(weight.jax_shape, axis, dtype.itemsize, chunk_bytes)
-    return Move(weight, tensor, Leaf(weight.jax, weight.jax_shape, dtype, chunk))
+    return Move(weight, tensor, Leaf(prefix + weight.jax, weight.jax_shape, dtype, chunk), item)
 
 
 def group_moves(moves: Sequence[Move]) -> list[list[Move]]:
     """Moves that are committed together: large ones alone, small ones (norms) in groups. The largest group comes first,
     so that no worker is left alone with it at the end."""
     groups, small, size = [], [], 0
-    for move in moves:
+    for move in sorted(moves, key=lambda move: move.item):
+        if small and small[0].item != move.item:  # another item is another store
+            groups.append(small)
+            small, size = [], 0
         if move.leaf.nbytes > SMALL_BYTES:
             groups.append([move])
             continue
@@ -74,18 +86,18 @@ def group_moves(moves: Sequence[Move]) -> list[list[Move]]:
 
 
 def copy_group(
-    moves: Sequence[Move], writer: TreeWriter, allow_nonfinite: bool, progress: Callable[[int], None]
+    moves: Sequence[Move], writers: Mapping[str, TreeWriter], allow_nonfinite: bool, progress: Callable[[int], None]
 ) -> list[dict]:
     """Carry weights over in one commit of the store; returns their manifest entries.
 
     Raises NonFiniteError naming every tensor of the group that holds such values.
     """
-    transaction = writer.transaction() if len(moves) > 1 else None
+    transaction = writers[moves[0].item].transaction() if len(moves) > 1 else None
     entries, faults = [], []
     try:
         for move in moves:
             try:
-                entries.append(_copy(move, writer, allow_nonfinite, progress, transaction))
+                entries.append(_copy(move, writers[move.item], allow_nonfinite, progress, transaction))
             except NonFiniteError as error:
                 faults += error.faults
     finally:
@@ -127,6 +139,7 @@ def _copy(move: Move, writer: TreeWriter, allow_nonfinite: bool, progress: Calla
     return {
         "source_name": tensor.name,
         "source_file": str(tensor.file),
+        "item": move.item,
         "target_path": leaf.path,
         "layout": move.weight.layout,
         "source_shape": list(tensor.shape),

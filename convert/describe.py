@@ -9,10 +9,11 @@ from pathlib import Path
 from ..olmo_jax.config import LAYER_TYPES
 from ..olmo_jax.config_hf import to_hf
 from ..olmo_jax.rope import rope_tables, tables_hash
+from .checkpoint import Source
 from .manifest import config_hash
 from .progress import in_bytes
 from .safetensors_io import DTYPES
-from .sources import Source, open_source
+from .sources import open_source
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from .mapping import Weight, weights
 from .safetensors_io import DTYPES
 
 if TYPE_CHECKING:
-    from .sources import Tensor
+    from .checkpoint import Tensor
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 MANY = 20  # names of one kind that are listed; the count of the rest follows

@@ -12,19 +12,20 @@ from pathlib import Path
 from ..olmo_jax.config_hf import to_hf
 from ..olmo_jax.errors import BadInput
 from .carry import carried_files, copy_files, tokenizer_faults
+from .checkpoint import Source
 from .copying import Move, NonFiniteError, copy_group, group_moves, plan_move
 from .manifest import config_hash, make_manifest, write_manifest
 from .mapping import weights
-from .orbax_io import ITEM
 from .orbax_write import CHUNK_BYTES, COMPRESSION, TreeWriter, finish_step
 from .progress import Progress
 from .record import ConversionRecord
 from .safetensors_io import DTYPES
-from .sources import ORBAX_CONFIG, Source, open_source
+from .sources import ORBAX_CONFIG, open_source
 from .staging import Staging, check_apart, clean_target
 from .verify import compare_moves
 
 DTYPE_NAMES = {dtype.name: dtype for dtype in DTYPES.values()}
+OPTIMIZER = "optimizer"  # the second item of the step
 MEMORY = 768 << 20  # bytes for slices: with imports (0.1 GB) and the store's own buffers it stays under 1 GiB
 COPIES = (
     4  # of a slice that one worker holds at once: rows as read, laid out, as encoded, and the one still being written
@@ -53,11 +54,50 @@ def hf2orbax(
     opened = open_source(source, allow_unknown_keys)
     if opened.kind != "hf":
         raise BadInput(f"{opened.said}: hf2orbax wants an HF folder")
-    carried = carried_files(opened.path)
     return convert(
         opened,
         clean_target(target),
-        carried=carried,
+        dtype=dtype,
+        verify=verify,
+        overwrite=overwrite,
+        allow_nonfinite=allow_nonfinite,
+        compression=compression,
+        chunk_bytes=chunk_bytes,
+        workers=workers,
+        quiet=quiet,
+    )
+
+
+def core2orbax(
+    source: str | Path,
+    target: str | Path,
+    *,
+    vocabulary: str = "cut",
+    optimizer: bool = False,
+    dtype: str | None = None,
+    verify: bool = True,
+    overwrite: bool = False,
+    allow_nonfinite: bool = False,
+    allow_unknown_keys: Sequence[str] = (),
+    compression: str = "none",
+    chunk_bytes: int = CHUNK_BYTES,
+    workers: int | None = None,
+    quiet: bool = False,
+) -> ConversionRecord:
+    """Convert OLMo-core's distributed checkpoint directly, without torch and without running its pickles.
+
+    vocabulary: cut the padding rows of embedding and head (to the tokenizer's size in the config), keep them, or check that
+    there are none. optimizer brings Adam's moments along as the item `optimizer`: exp_avg and exp_avg_sq, each a tree
+    like `state`, always in their stored dtype; the step and the trainer's position are in the manifest.
+    """
+    opened = open_source(source, allow_unknown_keys, vocabulary=vocabulary)
+    if opened.kind != "core":
+        raise BadInput(f"{opened.said}: core2orbax wants a step folder of OLMo-core")
+    return convert(
+        opened,
+        clean_target(target),
+        optimizer=optimizer,
+        vocabulary=vocabulary,
         dtype=dtype,
         verify=verify,
         overwrite=overwrite,
@@ -73,7 +113,6 @@ def convert(
     source: Source,
     target: Path,
     *,
-    carried: Sequence[Path],
     dtype: str | None,
     verify: bool,
     overwrite: bool,
@@ -82,10 +121,13 @@ def convert(
     chunk_bytes: int,
     workers: int | None,
     quiet: bool,
+    optimizer: bool = False,
+    vocabulary: str | None = None,
 ) -> ConversionRecord:
     """Carry every tensor of an opened source over, then the files beside it; publish only what was read back equal."""
+    carried = carried_files(source.carry_from or source.path)
     _check_options(source, target, carried, dtype, compression, chunk_bytes)
-    moves = plan(source, dtype, chunk_bytes)
+    moves = plan(source, dtype, chunk_bytes, optimizer)
     job = {
         "source": str(source.path),
         "files": _fingerprint(source, carried),
@@ -94,27 +136,31 @@ def convert(
         "compression": compression,
         "chunk_bytes": chunk_bytes,
         "allow_nonfinite": allow_nonfinite,
+        "vocabulary": vocabulary,
+        "optimizer": optimizer,
     }
     started_ns, cpus = time.time_ns(), os.cpu_count() or 1
     workers = workers or max(1, min(cpus, MEMORY // (COPIES * max(chunk_bytes, 1))))
     with Staging(target, job, overwrite=overwrite) as staging:
         resumed = len(staging.finished)
-        waiting = [move for move in moves if move.leaf.path not in staging.finished]
+        waiting = [move for move in moves if move.key not in staging.finished]
         staging.check_space(sum(move.leaf.nbytes for move in waiting))
-        writer = TreeWriter(staging.folder / ITEM, compression, cpus)
+        items = sorted({move.item for move in moves}, reverse=True)  # state first
+        writers = {item: TreeWriter(staging.folder / item, compression, cpus) for item in items}
         progress = Progress("writing", sum(move.tensor.nbytes for move in waiting), quiet)
 
         def carry(group: Sequence[Move]) -> None:
-            for entry in copy_group(group, writer, allow_nonfinite, progress.add):
-                staging.record(entry["target_path"], entry)
+            for move, entry in zip(group, copy_group(group, writers, allow_nonfinite, progress.add), strict=True):
+                staging.record(move.key, entry)
 
         run_all(group_moves(waiting), carry, workers)
-        writer.finish(move.leaf.path for move in moves)
+        for item, writer in writers.items():
+            writer.finish(move.leaf.path for move in moves if move.item == item)
         seconds, verify_seconds = progress.close(), 0.0
         peak = progress.peak_anonymous
         if _fingerprint(source, carried) != job["files"]:
             raise BadInput(f"{source.path} was changed while it was converted: start again when it is at rest")
-        finish_step(staging.folder, [ITEM], started_ns)
+        finish_step(staging.folder, items, started_ns)
         (staging.folder / ORBAX_CONFIG).write_text(json.dumps(to_hf(source.config), indent=2) + "\n", encoding="utf-8")
         if verify:
             reading = Progress("verifying", sum(move.tensor.nbytes for move in moves), quiet)
@@ -142,10 +188,26 @@ def convert(
     )
 
 
-def plan(source: Source, dtype: str | None, chunk_bytes: int) -> list[Move]:
+def plan(source: Source, dtype: str | None, chunk_bytes: int, optimizer: bool = False) -> list[Move]:
     """Every tensor to its leaf, in the order of the mapping. open_source has checked names, shapes and dtypes."""
     wanted = DTYPE_NAMES[dtype] if dtype else None
-    return [plan_move(w, source.tensors[w.hf], wanted, chunk_bytes) for w in weights(source.config)]
+    needed = weights(source.config)
+    moves = [plan_move(w, source.tensors[w.hf], wanted, chunk_bytes) for w in needed]
+    if not optimizer:
+        return moves
+    faults = [] if source.moments else [f"{source.path} holds no optimizer state: convert it without --optimizer"]
+    for name, moments in source.moments.items():
+        for weight in needed:
+            moment = moments.get(weight.hf)
+            if moment is None:
+                faults.append(f"{name} of {weight.core} is missing in {source.path}")
+            elif moment.code not in DTYPES or moment.shape != weight.shape:
+                faults.append(f"{moment.name} is {moment.code} {moment.shape}, F32 {weight.shape} is wanted")
+            else:
+                moves.append(plan_move(weight, moment, None, chunk_bytes, OPTIMIZER, f"{name}/"))
+    if faults:
+        raise BadInput("the optimizer state cannot be converted", faults)
+    return moves
 
 
 def run_all(groups: Sequence[Sequence[Move]], action: Callable[[Sequence[Move]], None], workers: int) -> None:
@@ -187,7 +249,7 @@ def _check_options(source, target, carried, dtype, compression, chunk_bytes) -> 
 
 def _fingerprint(source: Source, carried: Sequence[Path]) -> list[list]:
     """Name, size and time of change of every file that is read: notices a source that is not the same any more."""
-    files = {tensor.file for tensor in source.tensors.values()} | set(carried)
+    files = {file for tensor in source.tensors.values() for file in tensor.files or (tensor.file,)} | set(carried)
     return [[str(f), str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(files)]
 
 
@@ -202,8 +264,10 @@ def _manifest(source: Source, moves: Sequence[Move], finished: dict[str, dict], 
         },
         config=source.config,
         vocabulary={
-            "logical": source.config.vocab_size,
+            "logical": source.logical_vocab_size or source.config.vocab_size,
             "padded": source.padded_vocab_size or source.config.vocab_size,
+            "rows": source.config.vocab_size,
+            "policy": job["vocabulary"],
         },
         dtype=job["dtype"],
         compression=job["compression"],
@@ -212,5 +276,6 @@ def _manifest(source: Source, moves: Sequence[Move], finished: dict[str, dict], 
         allowed_unknown_keys=list(source.config.allowed_unknown_keys),
         verified=verified,
         notes=list(source.notes),
-        tensors=[finished[move.leaf.path] for move in moves],
+        training=dict(source.training),
+        tensors=[finished[move.key] for move in moves],
     )

@@ -56,11 +56,11 @@ class Staging:
             shutil.rmtree(self.folder, ignore_errors=True)  # the input must change first: nothing to resume
         self._unlock()
 
-    def record(self, path: str, entry: dict) -> None:
+    def record(self, key: str, entry: dict) -> None:
         """Note that a leaf is complete in the store. Called from any thread."""
         with self._write_lock:
-            self.finished[path] = entry
-            self._journal.write(json.dumps({"leaf": path, **entry}) + "\n")
+            self.finished[key] = entry
+            self._journal.write(json.dumps({"leaf": key, **entry}) + "\n")
             self._journal.flush()
 
     def publish(self) -> None:

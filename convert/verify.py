@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..olmo_jax.errors import BadInput
-from .orbax_io import TreeReader, resolve_tree
+from .orbax_io import TreeReader
 
 if TYPE_CHECKING:
     from .copying import Move
@@ -24,19 +24,19 @@ def compare_moves(step: Path, moves: Sequence[Move], workers: int, progress: Cal
     Turned weights are compared value by value through NumPy's own view of the transpose, not through the code that
     laid them out: a fault in that code must not hide itself.
     """
-    reader = TreeReader(resolve_tree(step).item)
-    found = reader.leaves
-    faults = [f"{move.leaf.path} is missing in {step}" for move in moves if move.leaf.path not in found]
-    unexpected = set(found) - {move.leaf.path for move in moves}
-    faults += [f"{path} in {step} is unexpected" for path in sorted(unexpected)]
+    readers = {item: TreeReader(step / item) for item in {move.item for move in moves}}
+    planned = {move.key for move in moves}
+    found = {f"{item}/{path}" for item, reader in readers.items() for path in reader.leaves}
+    faults = [f"{key} is missing in {step}" for key in sorted(planned - found)]
+    faults += [f"{key} in {step} is unexpected" for key in sorted(found - planned)]
 
     def one(move: Move) -> str | None:
         try:
-            return _compare(move, reader, progress)
+            return _compare(move, readers[move.item], progress)
         except BadInput as error:
             return str(error)
 
-    queue = sorted((m for m in moves if m.leaf.path in found), key=lambda move: -move.tensor.nbytes)
+    queue = sorted((m for m in moves if m.key in found), key=lambda move: -move.tensor.nbytes)
     with ThreadPoolExecutor(workers) as pool:
         faults += [text for text in pool.map(one, queue) if text]
     return faults

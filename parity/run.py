@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ from ..convert.sources import open_source
 from ..olmo_jax.config import SLIDING
 from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import rope_tables, tables_hash
-from . import batches, gate, metrics
+from . import batches, gate, identity, metrics
 from .candidate import run_candidate
+from .distribution import distributions
 from .reference import require_torch, run_reference
 from .weights import weight_differences
 
@@ -36,6 +38,7 @@ class GateOptions:
     accept_uncovered: tuple[str, ...] = ()
     weights_may_differ: bool = False
     allow_unknown_keys: tuple[str, ...] = ()
+    settings_file: Path | None = None  # the parity.toml that some of these came from
 
 
 def run_gate(
@@ -56,6 +59,8 @@ def run_gate(
             "layer types with scaling that must not have it", "config", _scaled_sliding(ref.config), "layer types"
         ),
     ]
+    say("hashing both sides")
+    sides = {"reference": _side(ref), "candidate": _side(cand)}  # before the run: check-report sees a later change
     say("comparing weights")
     weights = weight_differences(ref, cand)
     criteria.append(
@@ -76,6 +81,7 @@ def run_gate(
     verdict = gate.judge(criteria, uncovered, sum(len(s.tokens) for s in sequences))
     return {
         "schema": SCHEMA,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "verdict": verdict.name,
         "exit_code": verdict.exit_code,
         "decided_by": verdict.sentence,
@@ -87,10 +93,11 @@ def run_gate(
         "coverage": covered,
         "accepted_uncovered": sorted(options.accept_uncovered),
         "sequences": [_sequence_record(s) for s in sequences],
-        "reference": _side(ref),
-        "candidate": _side(cand),
+        **sides,
+        "settings_file": str(options.settings_file) if options.settings_file else None,
         "notes": _notes(ref, cand, sequences, unknown),
         "versions": versions(),
+        "code_sha256": identity.code_hash(),
         "seconds": round(time.monotonic() - started, 2),
     }
 
@@ -173,7 +180,8 @@ def _run_legs(ref, cand, sequences, folder: Path, options: GateOptions, say) -> 
             for i, s in enumerate(sequences)
         ]
         positions = np.concatenate([np.arange(len(s.tokens)) for s in sequences])
-        return metrics.summarise(metrics.TokenStats.join(*stats), positions), stats
+        joined = metrics.TokenStats.join(*stats)
+        return metrics.summarise(joined, positions) | {"distribution": distributions(joined)}, stats
 
     reference("ref32", "float32", stored)
     candidate("cand32", "float32")
@@ -258,6 +266,8 @@ def _side(source) -> dict:
         "tensors": len(source.tensors),
         "bytes": sum(t.nbytes for t in source.tensors.values()),
         "rotary_tables_sha256": tables_hash(rope_tables(source.config)),
+        "config_sha256": identity.file_hash(identity.config_file(source)),
+        "weights_sha256": identity.combined_hash(identity.tensor_hashes(source)),
     }
 
 

@@ -1,0 +1,95 @@
+"""Which bytes were judged: hashes of weights, of the config file, and of this package's own code."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from ..convert.orbax_io import TreeReader, resolve_tree
+from ..convert.sources import CONFIG, ORBAX_CONFIG, Source
+from ..olmo_jax.errors import BadInput
+
+SLICE_BYTES = 64 << 20  # read at once by each worker
+MOST_WORKERS = 8
+
+
+def tensor_hashes(source: Source) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """(dtype, shape, sha256 of its bytes) of every stored tensor by its stored name. All data is read, none of it trusted.
+
+    An Orbax leaf is hashed chunk by chunk in order, each in C order and without padding: what the target_sha256 of a
+    manifest.json is over, so that the two can be compared. Other forms are hashed row by row.
+    """
+    jobs = list(_leaves(source) if source.kind == "orbax" else _tensors(source))
+    jobs.sort(key=lambda job: -int(np.prod(job[2], dtype=np.int64)))
+
+    def one(job) -> tuple[str, tuple]:
+        name, dtype, shape, slices = job
+        digest = hashlib.sha256()
+        for values in slices:
+            digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        return name, (dtype, shape, digest.hexdigest())
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_WORKERS)) as pool:
+        return dict(pool.map(one, jobs))
+
+
+def combined_hash(tensors: dict[str, tuple[str, tuple[int, ...], str]]) -> str:
+    """One sha256 over names, dtypes, shapes and hashes of all tensors, in the order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        dtype, shape, of_bytes = tensors[name]
+        digest.update(f"{name}\0{dtype}\0{'x'.join(map(str, shape))}\0{of_bytes}\n".encode())
+    return digest.hexdigest()
+
+
+def config_file(source: Source) -> Path:
+    """The file that says what the model of a checkpoint computes."""
+    return Path(source.path) / (ORBAX_CONFIG if source.kind == "orbax" else CONFIG)
+
+
+def file_hash(file: Path) -> str:
+    """sha256 of a file's bytes."""
+    try:
+        with open(file, "rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise BadInput(f"{file}: {error.strerror}") from None
+
+
+def code_hash(package: Path | None = None) -> str:
+    """sha256 over this package's .py files, by their place in it: a version number alone misses an edited checkout."""
+    root = package or Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    files = [root / "cli.py", *(f for part in ("olmo_jax", "convert", "parity") for f in (root / part).rglob("*.py"))]
+    for file in sorted(files):
+        digest.update(f"{file.relative_to(root).as_posix()}\0{file_hash(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _leaves(source: Source) -> Iterator[tuple]:
+    reader = TreeReader(resolve_tree(source.path).item)
+    for path, leaf in reader.leaves.items():
+        yield path, leaf.dtype.name, leaf.shape, _chunks(reader, leaf)
+
+
+def _chunks(reader: TreeReader, leaf) -> Iterator[np.ndarray]:
+    starts = (range(0, n, step) for n, step in zip(leaf.shape, leaf.chunk_shape, strict=True))
+    for corner in itertools.product(*starts):
+        yield reader.read(leaf.path, tuple(slice(a, a + n) for a, n in zip(corner, leaf.chunk_shape, strict=True)))
+
+
+def _tensors(source: Source) -> Iterator[tuple]:
+    for tensor in source.tensors.values():
+        yield tensor.name, tensor.dtype.name, tensor.shape, _rows(tensor)
+
+
+def _rows(tensor) -> Iterator[np.ndarray]:
+    step = max(1, SLICE_BYTES * tensor.shape[0] // max(tensor.nbytes, 1))
+    for start in range(0, tensor.shape[0], step):
+        yield tensor.rows(start, min(start + step, tensor.shape[0]))

@@ -19,7 +19,9 @@ SETTINGS = {
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
 convert_app = typer.Typer(help="Convert OLMo 3 checkpoints between PyTorch and Orbax/JAX.", **SETTINGS)
-parity_app = typer.Typer(help="Prove that two frameworks compute the same function.", **SETTINGS)
+parity_app = typer.Typer(
+    help="Prove that two frameworks compute the same function.", **(SETTINGS | {"no_args_is_help": False})
+)
 
 
 @parity_app.callback(invoke_without_command=True)
@@ -28,23 +30,36 @@ def gate(
     reference: Annotated[Path | None, typer.Option(help="Hugging Face folder: the side believed.")] = None,
     candidate: Annotated[Path | None, typer.Option(help="Orbax tree: the side tested.")] = None,
     batch: Annotated[Path | None, typer.Option(help='Prompts, one {"id", "text"} or {"id", "tokens"} a line.')] = None,
-    only_batch: Annotated[bool, typer.Option("--only-batch", help="Leave the built-in sequences out.")] = False,
+    only_batch: Annotated[
+        bool, typer.Option("--only-batch/--no-only-batch", help="Leave the built-in sequences out.")
+    ] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut longer prompts, and say so.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the whole record there.")] = None,
+    profile: Annotated[str | None, typer.Option(help="default, strict or published.")] = None,
+    limit: Annotated[list[str] | None, typer.Option(help="NAME=VALUE: a limit set by hand, marked as such.")] = None,
     accept_uncovered: Annotated[list[str] | None, typer.Option(help="Pass although this was not covered.")] = None,
     weights_may_differ: Annotated[
-        bool, typer.Option("--weights-may-differ", help="Compare different checkpoints: unequal weights do not fail.")
+        bool,
+        typer.Option(
+            "--weights-may-differ/--no-weights-may-differ",
+            help="Compare different checkpoints: unequal weights do not fail.",
+        ),
     ] = False,
     allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the whole record there.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML there.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write a summary for a pull request there.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots there.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="Instead of the nearest parity.toml.")] = None,
+    no_config: Annotated[bool, typer.Option("--no-config", help="Read no parity.toml.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the versions of everything that takes part.")
     ] = False,
 ) -> None:
     """The gate: both frameworks on the same tokens. Exit 0 pass, 1 differ, 2 bad input, 3 inconclusive."""
+    given = _given(context)
     if context.invoked_subcommand is not None:
-        given = sorted(name for name, value in context.params.items() if value not in (None, False, []))
         if given:
-            options = ", ".join("--" + {"json_file": "json"}.get(n, n).replace("_", "-") for n in given)
+            options = ", ".join("--" + name.replace("_", "-") for name in sorted(given))
             raise BadInput(
                 f"{options} belongs to the gate and would not reach {context.invoked_subcommand}: put it after"
             )
@@ -55,25 +70,33 @@ def gate(
         for name, value in versions().items():
             typer.echo(f"{name} {value}")
         return
-    if reference is None or candidate is None:
-        raise BadInput("--reference and --candidate are both needed (olmo-parity --help)")
-    from .parity import report
-    from .parity.run import GateOptions, run_gate
+    from .parity import report, settings
+    from .parity.run import run_gate
 
-    report.check_writable(json_file)
-    options = GateOptions(
-        batch=batch,
-        only_batch=only_batch,
-        max_tokens=max_tokens,
-        accept_uncovered=tuple(accept_uncovered or ()),
-        weights_may_differ=weights_may_differ,
-        allow_unknown_keys=tuple(allow_unknown_key or ()),
-    )
-    record = run_gate(reference, candidate, options, say=lambda line: print(f"  {line}", file=sys.stderr, flush=True))
+    found = settings.load(given.pop("config", None), given.pop("no_config", False))
+    if not given and found.file is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(2)
+    choice = settings.choose(given, found)
+    report.prepare(choice.reports, choice.inputs)
+    record = run_gate(choice.reference, choice.candidate, choice.options, say=_say)
     typer.echo(report.console(record))
-    if json_file is not None:
-        report.write_json(record, json_file)
+    report.write_reports(record, **choice.reports)
     raise typer.Exit(record["exit_code"])
+
+
+@parity_app.command("check-report")
+def check_report(
+    report: Annotated[Path, typer.Argument(help="What olmo-parity --json wrote.")],
+    target: Annotated[Path, typer.Argument(help="The checkpoint about to be used.")],
+    max_age: Annotated[str | None, typer.Option(help="Refuse an older report: 24h, 90m, 7d.")] = None,
+) -> None:
+    """Was this report a pass, for these very bytes? Exit 0 yes, 1 no, 2 one of the two cannot be read."""
+    from .parity import check
+
+    answer = check.check_report(report, target, max_age)
+    typer.echo(answer.sentence)
+    raise typer.Exit(answer.exit_code)
 
 
 @convert_app.command()
@@ -155,6 +178,30 @@ def core2orbax(
 
 
 @convert_app.command()
+def verify(
+    source: Annotated[str, typer.Argument(help="A checkpoint of any form; with --manifest the tree itself.")],
+    target: Annotated[str | None, typer.Argument(help="The checkpoint that was made from it.")] = None,
+    manifest: Annotated[bool, typer.Option("--manifest", help="Check one tree against its own manifest.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Read both again and compare every bit. Exit 0 equal, 1 different."""
+    from .convert import memory
+    from .convert import verify as verifying
+
+    if manifest == (target is not None):
+        raise BadInput("name SOURCE and TARGET, or --manifest and one tree")
+    memory.keep_freed_memory()
+    if manifest:
+        result = verifying.verify_manifest(source, quiet=quiet)
+    else:
+        result = verifying.verify(source, target, allow_unknown_keys=allow_unknown_key or (), quiet=quiet)
+    typer.echo(verifying.as_json(result) if json_output else verifying.as_text(result))
+    raise typer.Exit(0 if result.equal else 1)
+
+
+@convert_app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="A checkpoint of any form.")],
     json_output: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
@@ -168,6 +215,15 @@ def inspect(
     found = describe.inspect(path, allow_unknown_key or ())
     typer.echo(json.dumps(found.as_json(), indent=1) if json_output else describe.as_text(found))
     raise typer.Exit(2 if found.source.faults else 0)
+
+
+def _given(context: typer.Context) -> dict:
+    """The options that stand on the command line."""
+    return {n: v for n, v in context.params.items() if context.get_parameter_source(n).name == "COMMANDLINE"}
+
+
+def _say(line: str) -> None:
+    print(f"  {line}", file=sys.stderr, flush=True)
 
 
 def convert_main() -> NoReturn:

@@ -89,6 +89,7 @@ class TreeReader:
 
     def __init__(self, item: Path):
         self.item = item
+        self.readable: dict[str, LeafMetadata] = {}  # after `leaves` was asked for: those that can be opened
         file = item / TREE_FILE
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
@@ -116,9 +117,14 @@ class TreeReader:
             self._open[path] = store
             chunk = store.chunk_layout.write_chunk.shape or store.shape
             found[path] = LeafMetadata(path, tuple(store.shape), store.dtype.numpy_dtype, tuple(chunk))
+        self.readable = found
         if faults:
             raise BadInput(f"{self.item} holds arrays that cannot be opened", faults)
         return found
+
+    def leaf(self, path: str) -> LeafMetadata:
+        """One array's metadata, even where others cannot be opened."""
+        return self.readable[path]
 
     def read(self, path: str, index: tuple = ()) -> np.ndarray:
         """One array, or a part of it by slices. Raises BadInput naming the array where its bytes do not decode."""
@@ -130,7 +136,9 @@ class TreeReader:
 
     def open(self, path: str):
         """The TensorStore of one array."""
-        return self.leaves and self._open[path]
+        if path not in self._open:
+            self.leaves  # noqa: B018 - opens all of them at once
+        return self._open[path]
 
     @cached_property
     def _open(self) -> dict:

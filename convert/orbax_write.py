@@ -21,6 +21,7 @@ CHUNK_BYTES = 64 << 20  # a restore of one shard reads whole chunks; four of the
 HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 COMPRESSION = ("zstd", "none")
 ZSTD_LEVEL = 1
+OPTIMIZER = "optimizer"  # the second item of a step, where optimizer state is brought along
 
 
 @dataclass(frozen=True)

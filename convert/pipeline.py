@@ -13,19 +13,20 @@ from ..olmo_jax.config_hf import to_hf
 from ..olmo_jax.errors import BadInput
 from .carry import carried_files, copy_files, tokenizer_faults
 from .checkpoint import Source
+from .checksums import file_checksums, sha256_of_file
+from .compare import compare_moves
 from .copying import Move, NonFiniteError, copy_group, group_moves, plan_move
 from .manifest import config_hash, make_manifest, write_manifest
 from .mapping import weights
-from .orbax_write import CHUNK_BYTES, COMPRESSION, TreeWriter, finish_step
+from .orbax_io import STEP_FILES
+from .orbax_write import CHUNK_BYTES, COMPRESSION, OPTIMIZER, TreeWriter, finish_step
 from .progress import Progress
 from .record import ConversionRecord
 from .safetensors_io import DTYPES
 from .sources import ORBAX_CONFIG, open_source
 from .staging import Staging, check_apart, clean_target
-from .verify import compare_moves
 
 DTYPE_NAMES = {dtype.name: dtype for dtype in DTYPES.values()}
-OPTIMIZER = "optimizer"  # the second item of the step
 MEMORY = 768 << 20  # bytes for slices: with imports (0.1 GB) and the store's own buffers it stays under 1 GiB
 COPIES = (
     4  # of a slice that one worker holds at once: rows as read, laid out, as encoded, and the one still being written
@@ -169,7 +170,11 @@ def convert(
             if differences:
                 raise BadInput(f"{target} was not written: what was read back is not what was meant", differences)
         copy_files(carried, staging.folder)
-        write_manifest(staging.folder, _manifest(source, moves, staging.finished, job, verify))
+        beside = {
+            "tree_files": file_checksums(staging.folder, [*items, *STEP_FILES], workers),
+            "carried": [{"file": file.name, "sha256": sha256_of_file(file)} for file in carried],
+        }
+        write_manifest(staging.folder, _manifest(source, moves, staging.finished, job, verify, beside))
         staging.publish()
     return ConversionRecord(
         source=source.path,
@@ -253,7 +258,9 @@ def _fingerprint(source: Source, carried: Sequence[Path]) -> list[list]:
     return [[str(f), str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(files)]
 
 
-def _manifest(source: Source, moves: Sequence[Move], finished: dict[str, dict], job: dict, verified: bool) -> dict:
+def _manifest(
+    source: Source, moves: Sequence[Move], finished: dict[str, dict], job: dict, verified: bool, beside: dict
+) -> dict:
     return make_manifest(
         source={
             "kind": source.kind,
@@ -277,5 +284,6 @@ def _manifest(source: Source, moves: Sequence[Move], finished: dict[str, dict], 
         verified=verified,
         notes=list(source.notes),
         training=dict(source.training),
+        **beside,
         tensors=[finished[move.key] for move in moves],
     )

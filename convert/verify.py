@@ -1,99 +1,253 @@
-"""Independent read-back: two checkpoints bit for bit, or a tree against its own manifest."""
+"""verify: two checkpoints bit for bit, or a tree against its own manifest; both read again from the start."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..olmo_jax.errors import BadInput
-from .orbax_io import TreeReader
+from ..olmo_jax.rope import rope_tables, tables_hash
+from .checkpoint import Source, Tensor, read_config
+from .checksums import array_sha256, file_checksums, sha256_of_file
+from .compare import compare_moves, differing
+from .copying import Move
+from .manifest import config_hash, read_manifest
+from .mapping import weights
+from .orbax_io import STEP_FILES, TreeReader, resolve_tree
+from .orbax_write import OPTIMIZER, Leaf
+from .progress import Progress
+from .safetensors_io import DTYPES
+from .sources import ORBAX_CONFIG, open_source
 
-if TYPE_CHECKING:
-    from .copying import Move
-
-STRIP = 16  # rows compared at once: 1.15 GB/s on one core; comparing a transposed view as it is runs at 0.26
+SLICE_BYTES = 32 << 20  # of each side at once
 
 
-def compare_moves(step: Path, moves: Sequence[Move], workers: int, progress: Callable[[int], None]) -> list[str]:
-    """Read source and tree again and compare every value's bits; one sentence for each tensor that differs.
+@dataclass(frozen=True)
+class Verification:
+    """What verify found. Equal where differences is empty."""
 
-    Turned weights are compared value by value through NumPy's own view of the transpose, not through the code that
-    laid them out: a fault in that code must not hide itself.
+    source: Path | None  # None where only the manifest was asked
+    target: Path
+    tensors: int
+    bytes: int
+    seconds: float
+    differences: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+
+def verify(
+    source: str | Path,
+    target: str | Path,
+    *,
+    allow_unknown_keys: Sequence[str] = (),
+    workers: int | None = None,
+    quiet: bool = False,
+) -> Verification:
+    """Compare two checkpoints of any forms: config, names, shapes, dtypes, and every bit of every tensor.
+
+    Where the target's manifest says that a dtype was asked for, the source is cast the same way first, and a note says so.
     """
-    readers = {item: TreeReader(step / item) for item in {move.item for move in moves}}
-    planned = {move.key for move in moves}
-    found = {f"{item}/{path}" for item, reader in readers.items() for path in reader.leaves}
-    faults = [f"{key} is missing in {step}" for key in sorted(planned - found)]
-    faults += [f"{key} in {step} is unexpected" for key in sorted(found - planned)]
+    b = open_source(target, allow_unknown_keys)
+    a = _open_like(source, b, allow_unknown_keys)
+    differences = [
+        f"config: {name} is {x!r} in {a.path}, {y!r} in {b.path}" for name, x, y in a.config.differences(b.config)
+    ]
+    notes = [a.said, b.said]
+    asked = _asked_dtype(b)
+    pairs = [(w, a.tensors[w.hf], b.tensors[w.hf]) for w in weights(b.config) if w.hf in a.tensors]
+    differences += [f"{w.hf} is missing in {a.path}" for w in weights(b.config) if w.hf not in a.tensors]
+    differences += [f"{name} is missing in {b.path}" for name in a.tensors if name not in b.tensors]
+    for _, x, y in pairs:
+        if x.shape != y.shape:
+            differences.append(f"{x.hf} has shape {x.shape} in {a.path}, {y.shape} in {b.path}")
+        elif x.dtype != y.dtype and y.dtype.name != asked:
+            differences.append(f"{x.hf} is {x.dtype.name} in {a.path}, {y.dtype.name} in {b.path}")
+    if asked and any(x.dtype != y.dtype for _, x, y in pairs):
+        notes.append(f"the target was cast to {asked} on request: the source was cast the same way before comparing")
+    comparable = [
+        p for p in pairs if p[1].shape == p[2].shape and (p[1].dtype == p[2].dtype or p[2].dtype.name == asked)
+    ]
+    workers = workers or min(os.cpu_count() or 1, 4)
+    progress = Progress("verifying", sum(x.nbytes for _, x, _ in comparable), quiet)
+    count = len(comparable)
+    if b.kind == "orbax" and a.kind != "orbax":
+        moves = _moves(b, comparable)
+        extra = _moment_moves(a, b)
+        differences += compare_moves(b.path, [*moves, *extra], workers, progress.add)
+        count += len(extra)
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            found = pool.map(lambda pair: _compare_tensors(pair[1], pair[2], progress), comparable)
+            differences += [text for text in found if text]
+    seconds = progress.close()
+    return Verification(a.path, b.path, count, progress.done, seconds, tuple(differences), tuple(notes))
 
-    def one(move: Move) -> str | None:
+
+def verify_manifest(target: str | Path, *, workers: int | None = None, quiet: bool = False) -> Verification:
+    """Compare a converted tree with the hashes in its manifest, without its source: finds any flipped bit.
+
+    An array whose bytes do not decode is a difference too, named like the others.
+    """
+    resolved = resolve_tree(target)
+    manifest = read_manifest(resolved.step)
+    workers = workers or min(os.cpu_count() or 1, 4)
+    differences, notes = [], [resolved.said]
+    try:
+        items = sorted({entry["item"] for entry in manifest["tensors"]})
+        entries = {(entry["item"], entry["target_path"]): entry for entry in manifest["tensors"]}
+        total = sum(int(np.prod(e["shape"])) * np.dtype(_dtype(e["dtype"])).itemsize for e in entries.values())
+        listed = {entry["file"]: entry for entry in manifest["tree_files"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"{resolved.step}: manifest.json is damaged: {error!r}") from None
+    _check_config(resolved.step, manifest, differences)
+    _check_files(resolved.step, items, listed, workers, differences)
+    progress = Progress("verifying", total, quiet)
+    for item in items:
+        reader = TreeReader(resolved.step / item)
         try:
-            return _compare(move, readers[move.item], progress)
+            found = reader.leaves
+        except BadInput as error:
+            differences += list(error.faults) or [error.headline]
+            found = reader.readable
+        planned = {path: entry for (i, path), entry in entries.items() if i == item}
+        differences += [f"{path} of {item} is missing" for path in planned if path not in found]
+        differences += [f"{path} of {item} is not in the manifest" for path in found if path not in planned]
+
+        def one(path: str, reader=reader, planned=planned) -> str | None:
+            return _check_array(reader, path, planned[path], progress)
+
+        with ThreadPoolExecutor(workers) as pool:
+            differences += [text for text in pool.map(one, [p for p in planned if p in found]) if text]
+    seconds = progress.close()
+    return Verification(None, resolved.step, len(entries), progress.done, seconds, tuple(differences), tuple(notes))
+
+
+def as_text(result: Verification) -> str:
+    """The record for people: verdict first."""
+    against = "its manifest" if result.source is None else str(result.source)
+    if result.equal:
+        verdict = f"equal: {result.tensors} tensors, {result.bytes} bytes compared in {result.seconds:.1f} s"
+    else:
+        verdict = f"different: {len(result.differences)} differences"
+    lines = [f"{verdict} ({result.target} against {against})"]
+    lines += [f"  - {text}" for text in result.differences]
+    return "\n".join([*lines, *(f"note: {note}" for note in result.notes)])
+
+
+def _open_like(source: str | Path, target: Source, allow_unknown_keys: Sequence[str]) -> Source:
+    """The source; an OLMo-core one with its padding rows where the target has them too."""
+    opened = open_source(source, allow_unknown_keys)
+    if opened.kind == "core" and target.config.vocab_size == opened.padded_vocab_size != opened.config.vocab_size:
+        return open_source(source, allow_unknown_keys, vocabulary="keep")
+    return opened
+
+
+def _asked_dtype(target: Source) -> str | None:
+    try:
+        return read_manifest(target.path).get("dtype")
+    except BadInput:
+        return None
+
+
+def _moves(target: Source, pairs) -> list[Move]:
+    reader = TreeReader(resolve_tree(target.path).item)
+    found = []
+    for weight, tensor, stored in pairs:
+        leaf = reader.leaves[stored.name]
+        found.append(Move(weight, tensor, Leaf(leaf.path, leaf.shape, leaf.dtype, leaf.chunk_shape), reader.item.name))
+    return found
+
+
+def _moment_moves(source: Source, target: Source) -> list[Move]:
+    """Adam's moments, where both sides have them."""
+    if not source.moments or not (target.path / OPTIMIZER).is_dir():
+        return []
+    reader = TreeReader(target.path / OPTIMIZER)
+    found = []
+    for name, moments in source.moments.items():
+        for weight in weights(source.config):
+            leaf = reader.leaves.get(f"{name}/{weight.jax}")
+            if leaf is not None and weight.hf in moments:
+                kept = Leaf(leaf.path, leaf.shape, leaf.dtype, leaf.chunk_shape)
+                found.append(Move(weight, moments[weight.hf], kept, OPTIMIZER))
+    return found
+
+
+def _compare_tensors(a: Tensor, b: Tensor, progress: Progress) -> str | None:
+    step = max(SLICE_BYTES // max(a.nbytes // max(a.shape[0], 1), 1), 1)
+    count, first = 0, None
+    for start in range(0, a.shape[0], step):
+        stop = min(start + step, a.shape[0])
+        try:
+            x, y = a.rows(start, stop), b.rows(start, stop)
         except BadInput as error:
             return str(error)
-
-    queue = sorted((m for m in moves if m.key in found), key=lambda move: -move.tensor.nbytes)
-    with ThreadPoolExecutor(workers) as pool:
-        faults += [text for text in pool.map(one, queue) if text]
-    return faults
-
-
-def _compare(move: Move, reader: TreeReader, progress: Callable[[int], None]) -> str | None:
-    leaf, tensor = reader.leaves[move.leaf.path], move.tensor
-    if leaf.shape != move.leaf.shape or leaf.dtype != move.leaf.dtype:
-        return (
-            f"{leaf.path} in {reader.item} is {leaf.dtype.name} {leaf.shape}, "
-            f"{move.leaf.dtype.name} {move.leaf.shape} is wanted from {tensor.name}"
-        )
-    count, first = 0, None
-    for start, stop in move.slices():
-        rows = tensor.rows(start, stop)
-        size = rows.nbytes
-        if rows.dtype != leaf.dtype:
-            rows = rows.astype(leaf.dtype)
-        kept = reader.read(leaf.path, move.index(start, stop))
-        here, index = differing(rows, kept.T if move.turned else kept)
+        here, index = differing(x if x.dtype == y.dtype else x.astype(y.dtype), y)
         if here and first is None:
             first = (index[0] + start, *index[1:])
         count += here
-        progress(size)
-    if not count:
-        return None
-    place = first[::-1] if move.turned else first
-    return (
-        f"{leaf.path} in {reader.item} differs from {tensor.name} in {tensor.file} in {count} values, "
-        f"first at {list(place)} (HF index {list(first)})"
-    )
+        progress.add(x.nbytes)
+    return f"{a.hf} differs in {count} values, first at {list(first)}, between {a.file} and {b.file}" if count else None
 
 
-def differing(a: np.ndarray, b: np.ndarray) -> tuple[int, tuple[int, ...] | None]:
-    """How many values of two arrays of one shape and dtype differ in their bits, and the index of the first.
-
-    b may be a transposed view.
-    """
-    bits = f"u{a.dtype.itemsize}"
-    a, b = _as_bits(a, bits), _as_bits(b, bits)
-    turned = a.ndim == 2 and not b.flags.c_contiguous
-    if _equal_turned(a, b.T) if turned else np.array_equal(a, b):
-        return 0, None
-    where = np.argwhere(a != b)
-    return len(where), tuple(int(i) for i in where[0])
-
-
-def _equal_turned(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether a [R, C] equals b [C, R] transposed; strip by strip, so that a strip of b stays in the cache."""
-    strip = np.empty((a.shape[1], STRIP), a.dtype)
-    for start in range(0, a.shape[0], STRIP):
-        part = strip[:, : min(STRIP, a.shape[0] - start)]
-        np.copyto(part, a[start : start + STRIP].T)
-        if not np.array_equal(part, b[:, start : start + STRIP]):
-            return False
-    return True
+def _check_array(reader: TreeReader, path: str, entry: dict, progress: Progress) -> str | None:
+    leaf = reader.leaf(path)
+    if list(leaf.shape) != entry["shape"] or leaf.dtype.name != entry["dtype"]:
+        return f"{path} is {leaf.dtype.name} {leaf.shape}, the manifest says {entry['dtype']} {tuple(entry['shape'])}"
+    try:
+        found = array_sha256(reader, path, entry["chunk_shape"], progress.add)
+    except BadInput as error:
+        return str(error)
+    if found != entry["target_sha256"]:
+        return f"{path} ({entry['source_name']}) has sha256 {found}, the manifest says {entry['target_sha256']}"
+    return None
 
 
-def _as_bits(array: np.ndarray, bits: str) -> np.ndarray:
-    return array.view(bits) if array.flags.c_contiguous else array.T.view(bits).T
+def _check_files(step: Path, items: list[str], listed: dict, workers: int, differences: list[str]) -> None:
+    found = {
+        e["file"]: e for e in file_checksums(step, [*items, *(n for n in STEP_FILES if (step / n).exists())], workers)
+    }
+    differences += [f"file {name} is missing" for name in sorted(listed.keys() - found.keys())]
+    differences += [f"file {name} is not in the manifest" for name in sorted(found.keys() - listed.keys())]
+    for name in sorted(found.keys() & listed.keys()):
+        if found[name] != listed[name]:
+            was, now = listed[name], found[name]
+            differences.append(
+                f"file {name} has {now['bytes']} bytes and crc32 {now['crc32']}, the manifest says {was['bytes']} and {was['crc32']}"
+            )
+
+
+def _check_config(step: Path, manifest: dict, differences: list[str]) -> None:
+    faults: list[str] = []
+    config = read_config(step / ORBAX_CONFIG, manifest.get("allowed_unknown_keys", ()), faults)
+    differences += faults
+    if config is not None and config_hash(config) != manifest["config_sha256"]:
+        rotary = tables_hash(rope_tables(config)) != manifest["rotary_tables_sha256"]
+        differences.append(
+            f"{step / ORBAX_CONFIG} was edited since the conversion: its hash is not the manifest's"
+            + (", and its rotary tables differ" if rotary else "")
+        )
+    for carried in manifest.get("carried", []):
+        file = step / carried["file"]
+        if not file.is_file() or sha256_of_file(file) != carried["sha256"]:
+            differences.append(f"{file} is missing or was edited since the conversion")
+
+
+def _dtype(name: str) -> np.dtype:
+    return {dtype.name: dtype for dtype in DTYPES.values()}[name]
+
+
+def as_json(result: Verification) -> str:
+    """The record as JSON."""
+    record = {**vars(result), "source": result.source and str(result.source), "target": str(result.target)}
+    return json.dumps({**record, "equal": result.equal}, indent=1)

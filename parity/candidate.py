@@ -13,7 +13,7 @@ import numpy as np
 
 from ..olmo_jax.config import Olmo3Config
 from ..olmo_jax.errors import BadInput
-from .batches import Sequence
+from .batches import Sequence, mask_length, probe_positions
 
 # XLA leaves out casts to bfloat16 inside fused code unless told not to: then "where the reference casts, we cast" is true.
 NO_EXCESS_PRECISION = "--xla_allow_excess_precision=false"
@@ -26,25 +26,28 @@ def run_candidate(
     *,
     dtype: str,
     folder: Path,
+    exact_casts: bool = True,
+    streamed: bool = False,
     allow_unknown_keys: tuple[str, ...] = (),
 ) -> dict:
     """Compute float32 logits of every sequence into folder/<index>.npy, in a child process; returns its settings.
 
-    dtype, float32 or bfloat16, is that of weights and activations. Padding stands after the real tokens, which cannot
-    see it, and is cut off before anything is written. Raises BadInput with the child's own sentence.
+    dtype, float32 or bfloat16, is that of weights and activations. exact_casts turns XLA's excess precision off; without it
+    XLA_FLAGS are taken as found, which is what the user's training would run with. Padding stands after the real tokens, which cannot
+    see it, and is cut off before anything is written. streamed holds one layer at a time (streamed_candidate.py). Raises BadInput with the child's own sentence.
     """
     folder.mkdir()
     request = {
         "target": str(target),
         "dtype": dtype,
+        "streamed": streamed,
         "folder": str(folder),
         "allow_unknown_keys": list(allow_unknown_keys),
-        "sequences": [
-            {"tokens": s.tokens.tolist(), "first_position": s.first_position, "window": s.window} for s in sequences
-        ],
+        "sequences": [{**vars(s), "tokens": s.tokens.tolist()} for s in sequences],
     }
     (folder / "request.json").write_text(json.dumps(request))
-    flags = " ".join(filter(None, [os.environ.get("XLA_FLAGS"), NO_EXCESS_PRECISION]))
+    found = os.environ.get("XLA_FLAGS", "")
+    flags = f"{found} {NO_EXCESS_PRECISION}".strip() if exact_casts else found  # of two contrary flags the last counts
     child = subprocess.run(
         [sys.executable, "-m", "olmo_parity.parity.candidate", str(folder)],
         env={**os.environ, "XLA_FLAGS": flags},
@@ -83,23 +86,33 @@ def _run(request: dict, folder: Path) -> dict:
 
     jax.config.update("jax_default_matmul_precision", "highest")  # float32 is float32 on GPU and TPU too
     source = open_source(Path(request["target"]), allow_unknown_keys=tuple(request["allow_unknown_keys"]))
-    forward = forward_of(source.config, read_tree(source.path), getattr(jnp, request["dtype"]))
-    for index, sequence in enumerate(request["sequences"]):
-        tokens = np.asarray(sequence["tokens"], np.int32)
-        logits = forward(tokens, sequence["first_position"], sequence["window"])
-        np.save(folder / f"{index}.npy", logits)
+    dtype = getattr(jnp, request["dtype"])
+    sequences = [
+        Sequence(**{**s, "tokens": np.asarray(s["tokens"], np.int32), "documents": tuple(s["documents"])})
+        for s in request["sequences"]
+    ]
+    if request["streamed"]:
+        from .streamed_candidate import write_logits
+
+        write_logits(source.path, source.config, sequences, dtype=dtype, folder=folder)
+    else:
+        forward = forward_of(source.config, read_tree(source.path), dtype)
+        for index, sequence in enumerate(sequences):
+            np.save(folder / f"{index}.npy", forward(sequence))
     return {
         "implementation": "olmo_jax",
         "dtype": request["dtype"],
+        "streamed": request["streamed"],
         "devices": [f"{d.platform}:{d.device_kind}" for d in jax.devices()],
+        "visible_keys": visible_keys(source.config),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "matmul_precision": jax.config.jax_default_matmul_precision,
         "versions": {name: __import__(name).__version__ for name in ("jax", "jaxlib", "flax")},
     }
 
 
-def forward_of(config: Olmo3Config, tree: dict, dtype) -> Callable[[np.ndarray, int, int | None], np.ndarray]:
-    """A function (tokens [T], first position, imposed window) -> logits [T, V] float32 of olmo_jax on these leaves.
+def forward_of(config: Olmo3Config, tree: dict, dtype) -> Callable[[Sequence], np.ndarray]:
+    """A function from a sequence of T tokens to logits [T, V] float32 of olmo_jax on these leaves.
 
     dtype is that of weights and activations.
     """
@@ -113,21 +126,47 @@ def forward_of(config: Olmo3Config, tree: dict, dtype) -> Callable[[np.ndarray, 
     models = {}
 
     @nnx.jit
-    def logits_of(model, tokens, positions):
-        return model(tokens, positions).astype(jnp.float32)
+    def logits_of(model, tokens, positions, segment_ids):
+        return model(tokens, positions, segment_ids).astype(jnp.float32)
 
-    def forward(tokens: np.ndarray, first_position: int, window: int | None) -> np.ndarray:
+    def forward(sequence: Sequence) -> np.ndarray:
+        window = sequence.window
         if window not in models:
             own = config if window is None else config.replace(sliding_window=window)
             models[window] = from_tree(own, tree, dtype=dtype)
-        padded = -(-len(tokens) // LENGTH_STEP) * LENGTH_STEP
-        row = np.zeros((1, padded), np.int32)
-        row[0, : len(tokens)] = tokens
-        positions = np.arange(first_position, first_position + padded, dtype=np.int32)[None]
-        logits = logits_of(models[window], row, positions)
-        return np.asarray(logits[0, : len(tokens)])
+        length = len(sequence.tokens)
+        logits = logits_of(models[window], *padded_row(sequence, padded_length(length)))
+        return np.asarray(logits[0, :length])
 
     return forward
+
+
+def padded_length(tokens: int) -> int:
+    """The length a row of so many tokens is run at."""
+    return -(-tokens // LENGTH_STEP) * LENGTH_STEP
+
+
+def padded_row(sequence: Sequence, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Tokens, positions and segment ids [1, length] int32, padded on the right; the padding is a document of its own."""
+    missing = length - len(sequence.tokens)
+    tokens = np.pad(sequence.tokens.astype(np.int32), (0, missing))
+    positions = sequence.positions()
+    positions = np.concatenate([positions, positions[-1] + 1 + np.arange(missing, dtype=np.int32)])
+    segments = sequence.segment_ids()
+    segments = None if segments is None else np.pad(segments, (0, missing), constant_values=segments[-1] + 1)[None]
+    return tokens[None], positions[None], segments
+
+
+def visible_keys(config: Olmo3Config) -> dict[str, list[list[int]]]:
+    """By layer type, [position, keys seen] in the masks that olmo_jax builds; see reference.visible_keys."""
+    from ..olmo_jax.layers import attention_mask
+
+    counts = {}
+    for layer_type in sorted(set(config.layer_types)):
+        window = config.window(config.layer_types.index(layer_type))
+        seen = np.asarray(attention_mask(mask_length(config), window))[0].sum(-1)
+        counts[layer_type] = [[p, int(seen[p])] for p in probe_positions(config)]
+    return counts
 
 
 if __name__ == "__main__":

@@ -51,11 +51,12 @@ DEFAULT = Profile(
         "the smallest fault of function on the fixtures is above 4e-2",
     ),
     float32_kl=NoiseLimit(
-        multiple=30,
-        floor=1e-12,
+        multiple=900,
+        floor=1e-13,
         cap=1e-9,
-        reason="right implementations reach 2e-14 (step 0) to 2.5e-11 (trained) at their worst token "
-        "(bench/float32_noise.py); the smallest fault of function on the fixtures is above 1e-5 at its worst token",
+        reason="KL grows with the square of the logit difference, so 30 times there is 900 times here; right "
+        "implementations reach 2e-14 (step 0) to 2.5e-11 (trained) at their worst token (bench/float32_noise.py), "
+        "the smallest fault of function on the fixtures is above 1e-5",
     ),
     bfloat16_kl=PUBLISHED_KL,
     bfloat16_noise_multiple=1.5,
@@ -69,7 +70,7 @@ PROFILES = {
         DEFAULT,
         name="strict",
         float32_delta=replace(DEFAULT.float32_delta, multiple=10),
-        float32_kl=replace(DEFAULT.float32_kl, multiple=10),
+        float32_kl=replace(DEFAULT.float32_kl, multiple=100),
         bfloat16_noise_multiple=1.25,
         bfloat16_ratio=1.25,
     ),
@@ -123,6 +124,13 @@ def float32_criteria(
         _noise_criterion("float32-kl", "max KL", lambda s: s["kl_max"], profile.float32_kl, summary, noise, "nats",
                          limits or {}),
     ]  # fmt: skip
+
+
+def packed_criteria(
+    summary: dict, noise: dict, profile: Profile = DEFAULT, limits: dict | None = None
+) -> list[Criterion]:
+    """Of a packed row in float32, against each document alone: the limits of the float32 leg."""
+    return [replace(c, name=f"packed documents: {c.name}") for c in float32_criteria(summary, noise, profile, limits)]
 
 
 def relative_delta(summary: dict) -> float:
@@ -204,6 +212,32 @@ def bfloat16_criteria(
 def finite_criterion(leg: str, summary: dict) -> Criterion:
     count = summary["nonfinite_logits_reference"] + summary["nonfinite_logits_candidate"]
     return count_criterion("finite logits", leg, count, "NaN or infinite logits")
+
+
+def labels(criteria: list[Criterion], float32: dict) -> list[str]:
+    """What the pattern of failures points at; each was checked by planting its cause (tests/parity/test_labels.py)."""
+    failed = {c.leg for c in criteria if c.on and not c.passed}
+    packed = any(c.name.startswith("packed") and c.on and not c.passed for c in criteria)
+    plain = any(c.leg == "float32" and not c.name.startswith("packed") and c.on and not c.passed for c in criteria)
+    found = []
+    if "bfloat16" in failed and "float32" not in failed:
+        found.append(
+            "float32 agrees and bfloat16 does not: precision, most often where a cast stands (norms, rotary, softmax)"
+        )
+    if packed and not plain:
+        found.append("only packed rows differ: documents see each other, or positions do not start again")
+    rows = float32["by_position"]
+    if plain and len(rows) > 2 and rows[0]["positions"] == [0, 0]:
+        first, last = rows[0]["kl_mean"], rows[-1]["kl_mean"]
+        if last > 0 and first <= last * POSITION_0_QUIET:
+            found.append(
+                "position 0 agrees and later ones do not: attention, that is rotary, window, mask or score scale"
+            )
+    return found
+
+
+# Position 0 sees one key: the softmax hides scale, mask and rotary there, but not weights, norms or the MLP.
+POSITION_0_QUIET = 1e-4
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ def _masked_std(x: np.ndarray, masked: np.ndarray) -> np.ndarray:
     return np.sqrt((np.where(masked, 0.0, x - mean[:, None]) ** 2).sum(axis=1) / counted)
 
 
+@np.errstate(invalid="ignore", over="ignore")  # NaN and infinity are counted and carried, not warned about
 def summarise(stats: TokenStats, positions: np.ndarray) -> dict:
     """Numbers of a set of tokens at positions [T] within their sequences; see the keys' names for units.
 

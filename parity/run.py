@@ -7,21 +7,18 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-
-import numpy as np
 
 from ..convert.sources import open_source
 from ..olmo_jax.config import SLIDING
 from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import rope_tables, tables_hash
 from . import batches, gate, identity, metrics
-from .candidate import run_candidate
-from .distribution import distributions
-from .reference import require_torch, run_reference
+from .legs import Legs, main_dtype, narrower
+from .reference import require_torch
 from .weights import weight_differences
 
 SCHEMA = "olmo-parity/report/1"
@@ -38,6 +35,9 @@ class GateOptions:
     accept_uncovered: tuple[str, ...] = ()
     weights_may_differ: bool = False
     allow_unknown_keys: tuple[str, ...] = ()
+    profile: str = "default"  # of gate.PROFILES
+    limits: Mapping[str, float] = field(default_factory=dict)  # by gate.LIMIT_NAMES, instead of the profile's
+    recalibrate: bool = False  # measure the reference's noise again, whatever the cache holds
     settings_file: Path | None = None  # the parity.toml that some of these came from
 
 
@@ -70,24 +70,44 @@ def run_gate(
     )
     folder = Path(tempfile.mkdtemp(prefix="olmo-parity-"))
     try:
-        legs = _run_legs(ref, cand, sequences, folder, options, say)
+        legs = Legs(
+            ref, cand, sequences, folder, versions(), options.recalibrate, options.allow_unknown_keys, say
+        ).run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    criteria += gate.float32_criteria(legs["float32"]["statistics"])
-    criteria += gate.bfloat16_criteria(legs["bfloat16"]["statistics"], legs["bfloat16"]["own_noise"])
+    profile = gate.PROFILES[options.profile]
+    float32, bfloat16 = legs["float32"], legs["bfloat16"]
+    criteria += _mask_criteria(ref.config, legs)
+    criteria += gate.float32_criteria(float32["statistics"], float32["noise"], profile, options.limits)
+    if float32["packed"]:
+        criteria += gate.packed_criteria(float32["packed"], float32["noise"], profile, options.limits)
+    criteria += gate.bfloat16_criteria(
+        bfloat16["statistics"], bfloat16["own_noise"], bfloat16["ratio"], profile, options.limits
+    )
     covered = batches.coverage(ref.config, sequences)
     uncovered = [c["what"] for c in covered if not c["covered"] and c["what"] not in options.accept_uncovered]
     unknown = sorted(set(options.accept_uncovered) - {c["what"] for c in covered})
-    verdict = gate.judge(criteria, uncovered, sum(len(s.tokens) for s in sequences))
+    open_questions = gate.noise_faults(float32["noise"], profile)
+    if bfloat16["ratio"]["blocks"] < metrics.MIN_BLOCKS:
+        open_questions.append(
+            f"bfloat16: {bfloat16['ratio']['blocks']} blocks of {metrics.BLOCK_TOKENS} tokens, "
+            f"{metrics.MIN_BLOCKS} are needed for an interval"
+        )
+    if uncovered:
+        open_questions.append(f"this run could not show faults of: {', '.join(uncovered)}")
+    verdict = gate.judge(criteria, open_questions, sum(len(s.tokens) for s in sequences))
     return {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "verdict": verdict.name,
         "exit_code": verdict.exit_code,
         "decided_by": verdict.sentence,
+        "open_questions": open_questions,
         "criteria": [c.record() for c in criteria],
         "legs": legs,
+        "profile": profile.name,
         "published_kl": gate.PUBLISHED_KL,
+        "labels": gate.labels(criteria, float32["statistics"]),
         "config_differences": [{"field": n, "reference": a, "candidate": b} for n, a, b in differing],
         "weight_differences": weights,
         "coverage": covered,
@@ -153,97 +173,23 @@ def _scaled_sliding(config) -> int:
     return int(sliding is not None and sliding.rope_type != "default")
 
 
-def _run_legs(ref, cand, sequences, folder: Path, options: GateOptions, say) -> dict:
-    stored = _narrower(ref, cand)
-    runs = {}
-
-    def reference(name: str, dtype: str, round_to: str | None) -> None:
-        say(f"reference in {dtype}" + (f", weights rounded to {round_to}" if round_to else ""))
-        runs[name] = run_reference(
-            ref.path,
-            ref.config,
-            sequences,
-            dtype=dtype,
-            round_to=round_to,
-            folder=folder / name,
+def _mask_criteria(config, legs: dict) -> list[gate.Criterion]:
+    """Keys that each query sees around the edge of the true window, counted on both sides, against the config."""
+    expected = batches.expected_keys(config)
+    criteria = []
+    for side in ("reference", "candidate"):
+        counted = legs["float32"][side].get("visible_keys")
+        if counted is None:
+            continue
+        wrong = sum(
+            [position, keys] not in counted.get(layer_type, [])
+            for layer_type, rows in expected.items()
+            for position, keys in rows
         )
-
-    def candidate(name: str, dtype: str) -> None:
-        say(f"candidate in {dtype}")
-        runs[name] = run_candidate(
-            cand.path, sequences, dtype=dtype, folder=folder / name, allow_unknown_keys=options.allow_unknown_keys
+        criteria.append(
+            gate.count_criterion(f"queries of the {side} that see other keys", "mask", wrong, "of the probed queries")
         )
-
-    def compared(a: str, b: str) -> tuple[dict, list]:
-        stats = [
-            metrics.token_stats(_logits(folder / a, i), _logits(folder / b, i), s.tokens)
-            for i, s in enumerate(sequences)
-        ]
-        positions = np.concatenate([np.arange(len(s.tokens)) for s in sequences])
-        joined = metrics.TokenStats.join(*stats)
-        return metrics.summarise(joined, positions) | {"distribution": distributions(joined)}, stats
-
-    reference("ref32", "float32", stored)
-    candidate("cand32", "float32")
-    rounded = "ref32"
-    if "bfloat16" not in (stored, _dtype(ref)):
-        # The float32 side of the bfloat16 leg holds the same rounded weights: arithmetic is compared, not storage.
-        rounded = "ref32-rounded"
-        reference(rounded, "float32", "bfloat16")
-    reference("ref16", "bfloat16", None)
-    candidate("cand16", "bfloat16")
-    say("comparing logits")
-    summary32, stats32 = compared("ref32", "cand32")
-    summary16, stats16 = compared(rounded, "cand16")
-    return {
-        "float32": {
-            "compared": "KL(reference float32 || candidate float32)",
-            "statistics": summary32,
-            "worst": _worst(stats32, sequences),
-            "reference": runs["ref32"],
-            "candidate": runs["cand32"],
-        },
-        "bfloat16": {
-            "compared": "KL(reference float32 || candidate bfloat16), weights rounded to bfloat16 on both sides",
-            "statistics": summary16,
-            "worst": _worst(stats16, sequences),
-            "own_noise": compared(rounded, "ref16")[0],
-            "against_reference_bfloat16": compared("ref16", "cand16")[0],
-            "reference": runs["ref16"],
-            "candidate": runs["cand16"],
-        },
-    }
-
-
-def _logits(folder: Path, index: int) -> np.ndarray:
-    return np.load(folder / f"{index}.npy", mmap_mode="r")
-
-
-def _dtype(source) -> str:
-    """The dtype of most of a checkpoint's bytes."""
-    sizes: dict[str, int] = {}
-    for tensor in source.tensors.values():
-        sizes[str(tensor.dtype)] = sizes.get(str(tensor.dtype), 0) + tensor.nbytes
-    return max(sizes, key=sizes.get)
-
-
-def _narrower(ref, cand) -> str | None:
-    """The dtype to round the reference's weights to before the float32 leg: the candidate's, where it holds fewer bits."""
-    return _dtype(cand) if _dtype(ref) == "float32" and _dtype(cand) != "float32" else None
-
-
-def _worst(stats: list, sequences) -> dict:
-    """The token with the largest |delta logit| of a leg; a NaN counts as the largest."""
-    index = int(np.argmax([s.max_abs.max() for s in stats]))
-    position = int(np.argmax(stats[index].max_abs))
-    return {
-        "sequence": sequences[index].id,
-        "position": position,
-        "token": int(sequences[index].tokens[position]),
-        "logit_of_token": int(stats[index].max_abs_id[position]),
-        "abs_delta_logit": float(stats[index].max_abs[position]),
-        "kl": float(stats[index].kl[position]),
-    }
+    return criteria
 
 
 def _sequence_record(s) -> dict:
@@ -262,7 +208,7 @@ def _side(source) -> dict:
     return {
         "path": str(source.path),
         "form": source.kind,
-        "dtype": _dtype(source),
+        "dtype": main_dtype(source),
         "tensors": len(source.tensors),
         "bytes": sum(t.nbytes for t in source.tensors.values()),
         "rotary_tables_sha256": tables_hash(rope_tables(source.config)),
@@ -277,9 +223,9 @@ def _notes(ref, cand, sequences: Sequence, unknown: list[str]) -> list[str]:
     for side, source in (("reference", ref), ("candidate", cand)):
         if source.config.allowed_unknown_keys:
             notes.append(f"{side} config: let through unread: {', '.join(source.config.allowed_unknown_keys)}")
-    if _narrower(ref, cand):
+    if narrower(ref, cand):
         notes.append(
-            f"the candidate is stored in {_dtype(cand)}, the reference in {_dtype(ref)}: "
+            f"the candidate is stored in {main_dtype(cand)}, the reference in {main_dtype(ref)}: "
             "the reference's weights were rounded alike before they were compared and run"
         )
     notes += [f"{s.id} was cut from {s.cut_from} to {len(s.tokens)} tokens" for s in sequences if s.cut_from]

@@ -98,12 +98,13 @@ def test_a_prompt_that_is_cut_says_so(tmp_path, config):
 
 def test_built_in_sequences_pass_every_window_and_hold_the_special_tokens(config, yarn_7b):
     for c in (config, yarn_7b):
-        own, windowed = batches.built_in(c)
+        own, windowed, packed = batches.built_in(c)
         assert len(own.tokens) == len(windowed.tokens) == 512
+        assert len(packed.documents) == 3 and sum(packed.documents) == len(packed.tokens)
         assert (own.window, windowed.window) == (None, 64)
         special = {0, c.vocab_size - 1, c.token_ids["eos_token_id"], c.token_ids["pad_token_id"]}
         assert special <= set(own.tokens.tolist())
-        assert all(item["covered"] for item in batches.coverage(c, [own, windowed]))
+        assert all(item["covered"] for item in batches.coverage(c, [own, windowed, packed]))
 
 
 def test_built_in_positions_pass_the_original_context_of_a_real_model(yarn_7b):
@@ -111,19 +112,49 @@ def test_built_in_positions_pass_the_original_context_of_a_real_model(yarn_7b):
     assert windowed.first_position < 8192 < windowed.first_position + 512
 
 
-def test_short_prompts_leave_window_and_yarn_uncovered(yarn_7b):
+def covered(config, *sequences):
+    return {item["what"]: item["covered"] for item in batches.coverage(config, list(sequences))}
+
+
+def test_short_prompts_leave_almost_everything_uncovered(yarn_7b):
     short = batches.Sequence("short", np.arange(12, dtype=np.int32))
-    assert {i["what"]: i["covered"] for i in batches.coverage(yarn_7b, [short])} == {
+    assert covered(yarn_7b, short) == {
         "attention": True,
+        "packed": False,
         "window": False,
         "yarn": False,
+        "high_token_ids": False,
+        "special_tokens": False,
     }
-    one = batches.Sequence("one", np.zeros(1, np.int32))
-    assert not batches.coverage(yarn_7b, [one])[0]["covered"]
+    assert not covered(yarn_7b, batches.Sequence("one", np.zeros(1, np.int32)))["attention"]
+
+
+def test_short_documents_in_a_long_row_cover_no_window(config):
+    row = batches.Sequence("row", np.zeros(40, np.int32), documents=(16, 16, 8))
+    assert not covered(config, row)["window"] and covered(config, row)["packed"]
+
+
+def test_grouped_heads_are_listed_where_there_are_any(fixture_path, config):
+    grouped = from_hf(json.loads((fixture_path("tiny-gqa/hf-bfloat16") / "config.json").read_text()))
+    assert covered(grouped, *batches.built_in(grouped))["grouped_heads"]
+    assert "grouped_heads" not in covered(config, *batches.built_in(config))
+
+
+def test_positions_and_segments_start_again_in_every_document():
+    row = batches.Sequence("row", np.arange(5, dtype=np.int32), documents=(3, 2))
+    assert row.positions().tolist() == [0, 1, 2, 0, 1]
+    assert row.segment_ids().tolist() == [1, 1, 1, 2, 2]
+    assert [tokens.tolist() for tokens, _ in row.parts()] == [[0, 1, 2], [3, 4]]
+    assert batches.Sequence("plain", np.arange(2, dtype=np.int32), first_position=7).positions().tolist() == [7, 8]
+
+
+def test_keys_seen_are_counted_around_the_true_window(yarn_7b):
+    expected = batches.expected_keys(yarn_7b)
+    assert [4095, 4096] in expected["sliding_attention"] and [4096, 4096] in expected["sliding_attention"]
+    assert [4096, 4097] in expected["full_attention"]
 
 
 def test_a_prompt_that_only_touches_the_window_does_not_cover_it(config):
     at = batches.Sequence("at", np.zeros(16, np.int32))
     past = batches.Sequence("past", np.zeros(17, np.int32))
-    covered = [{i["what"]: i["covered"] for i in batches.coverage(config, [s])}["window"] for s in (at, past)]
-    assert covered == [False, True]
+    assert [covered(config, s)["window"] for s in (at, past)] == [False, True]

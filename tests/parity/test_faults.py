@@ -31,39 +31,54 @@ CASES = {
 
 
 @functools.cache
-def reference_logits(name):
+def reference_run(name):
+    """Source, sequences, logits of the reference, and its own noise."""
     from olmo_parity.parity.reference import run_reference
 
     source = open_source(find_fixture(name))
     sequences = batches.built_in(source.config)
     with tempfile.TemporaryDirectory() as folder:
-        run_reference(source.path, source.config, sequences, dtype="float32", folder=Path(folder) / "reference")
-        logits = [np.load(Path(folder) / "reference" / f"{i}.npy") for i in range(len(sequences))]
-    return source, sequences, logits
+        logits = []
+        for benign in (False, True):
+            run = Path(folder) / str(benign)
+            run_reference(source.path, source.config, sequences, dtype="float32", benign=benign, folder=run)
+            logits.append([np.load(run / f"{i}.npy") for i in range(len(sequences))])
+    return source, sequences, logits[0], compare(sequences, *logits)[0]
 
 
-def judge(name, config=None, change=None):
-    """The float32 leg's verdict with a changed config or changed tensors (HF names, HF orientation) in the candidate."""
+def compare(sequences, expected, found):
+    """Statistics of the plain rows and of the packed one."""
+    stats = [metrics.token_stats(a, b, s.tokens) for a, b, s in zip(expected, found, sequences, strict=True)]
+    joined = [
+        metrics.TokenStats.join(*(t for t, s in zip(stats, sequences, strict=True) if bool(s.documents) == packed))
+        for packed in (False, True)
+    ]
+    return [metrics.summarise(j, np.arange(len(j)) % batches.BUILT_IN_TOKENS) for j in joined]
+
+
+def judge(name, config=None, change=None, forward=None):
+    """The float32 leg's verdict with a changed config, tensors (HF names and orientation) or model in the candidate."""
     import jax.numpy as jnp
 
     from olmo_parity.olmo_jax.tree import unflatten
     from olmo_parity.parity.candidate import forward_of
 
-    source, sequences, expected = reference_logits(name)
+    source, sequences, expected, noise = reference_run(name)
     tensors = {hf: t.read() for hf, t in source.tensors.items()}
     if change:
         change(tensors, source.config)
     tree = unflatten(
         {w.jax: np.ascontiguousarray(apply_layout(w.layout, tensors[w.hf])) for w in weights(source.config)}
     )
-    forward = forward_of(config or source.config, tree, jnp.float32)
-    stats = [
-        metrics.token_stats(expected[i], forward(s.tokens, s.first_position, s.window), s.tokens)
-        for i, s in enumerate(sequences)
-    ]
-    joined = metrics.TokenStats.join(*stats)
-    criteria = gate.float32_criteria(metrics.summarise(joined, np.arange(len(joined))))
-    return SimpleNamespace(exit_code=gate.judge(criteria, [], len(joined)).exit_code, criteria=criteria)
+    run = forward_of(config or source.config, tree, jnp.float32)
+    plain, packed = compare(sequences, expected, [run(forward(s) if forward else s) for s in sequences])
+    criteria = gate.float32_criteria(plain, noise) + gate.packed_criteria(packed, noise)
+    tokens = sum(len(s.tokens) for s in sequences)
+    return SimpleNamespace(
+        exit_code=gate.judge(criteria, gate.noise_faults(noise), tokens).exit_code,
+        criteria=criteria,
+        labels=gate.labels(criteria, plain),
+    )
 
 
 def config_of(name):
@@ -73,8 +88,8 @@ def config_of(name):
 @pytest.mark.parametrize("name", CASES.values(), ids=CASES.keys())
 def test_a_right_conversion_passes_with_room_to_spare(name):
     result = judge(name)
-    assert result.exit_code == gate.PASS
-    assert result.criteria[1].margin > 10
+    assert result.exit_code == gate.PASS and result.labels == []
+    assert min(c.margin for c in result.criteria if c.margin) > 5
 
 
 def with_rope(config, **by_type):
@@ -194,3 +209,22 @@ def test_kv_heads_repeated_in_the_wrong_order_fail():
             tensors[key] = np.ascontiguousarray(rows[order]).reshape(tensors[key].shape)
 
     assert judge(CASES["grouped"], change=tile_order).exit_code == gate.FAIL
+
+
+def test_documents_that_see_each_other_fail_and_only_the_packed_row_says_so():
+    result = judge(CASES["trained"], forward=lambda s: dataclasses.replace(s, documents=()))
+    assert result.exit_code == gate.FAIL
+    failed = [c for c in result.criteria if not c.passed]
+    assert failed and all(c.name.startswith("packed") for c in failed)
+    assert any("documents see each other" in label for label in result.labels)
+
+
+@pytest.mark.parametrize("fault", ["window - 1", "rope_theta 10000", "all layers full"])
+def test_a_fault_of_attention_is_labelled_as_such(fault):
+    result = judge(CASES["trained"], config=CONFIG_FAULTS[fault](config_of(CASES["trained"])))
+    assert any("position 0 agrees" in label for label in result.labels)
+
+
+@pytest.mark.parametrize("fault", ["gate and up swapped", "one added to the final norm"])
+def test_a_fault_outside_attention_is_not_labelled_as_one(fault):
+    assert not judge(CASES["trained"], change=WEIGHT_FAULTS[fault]).labels

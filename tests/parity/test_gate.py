@@ -10,20 +10,37 @@ from olmo_parity.parity import gate
 def summary(**changes):
     base = {
         "spread_of_logits": 1.0,
-        "max_abs_delta_logit": 1e-6,
+        "max_abs_delta_logit_shift_free": 1e-6,
         "kl_mean": 1e-6,
+        "kl_max": 1e-12,
         "nonfinite_logits_reference": 0,
         "nonfinite_logits_candidate": 0,
+        "by_position": [],
     }
     return {**base, **changes}
 
 
-def verdict(criteria, uncovered=()):
-    return gate.judge(criteria, list(uncovered), 512)
+RATIO = {"ratio": 1.0, "upper": 1.05, "blocks": 32, "bias_in_standard_errors": 0.5}
+
+
+def verdict(criteria, open_questions=()):
+    return gate.judge(criteria, list(open_questions), 512)
+
+
+def float32(profile=gate.DEFAULT, noise=None, limits=None, **changes):
+    return gate.float32_criteria(summary(**changes), noise or summary(), profile, limits)
+
+
+def bfloat16(profile=gate.DEFAULT, own=None, ratio=None, limits=None, **changes):
+    return gate.bfloat16_criteria(summary(**changes), own or summary(), ratio or RATIO, profile, limits)
 
 
 def both(**changes):
-    return gate.float32_criteria(summary(**changes)) + gate.bfloat16_criteria(summary(**changes), summary())
+    return float32(**changes) + bfloat16(**changes)
+
+
+def named(criteria, name):
+    return next(c for c in criteria if c.name == name)
 
 
 def test_small_differences_pass():
@@ -32,22 +49,60 @@ def test_small_differences_pass():
 
 @pytest.mark.parametrize("factor, code", [(0.9, gate.PASS), (1.0, gate.PASS), (1.1, gate.FAIL)])
 def test_the_limit_itself_passes_and_more_fails(factor, code):
-    assert verdict(both(max_abs_delta_logit=gate.FLOAT32_DELTA.value * factor)).exit_code == code
+    delta = gate.DEFAULT.float32_delta
+    at = delta.multiple * delta.floor
+    assert verdict(both(max_abs_delta_logit_shift_free=at * factor)).exit_code == code
     assert verdict(both(kl_mean=gate.PUBLISHED_KL * factor)).exit_code == code
+    assert verdict(bfloat16(ratio={**RATIO, "upper": 1.5 * factor})).exit_code == code
+    assert verdict(bfloat16(ratio={**RATIO, "bias_in_standard_errors": 6 * factor})).exit_code == code
 
 
-@pytest.mark.parametrize(
-    "name, bad",
-    [
-        ("max_abs_delta_logit", math.nan),
-        ("max_abs_delta_logit", math.inf),
-        ("kl_mean", math.nan),
-        ("kl_mean", math.inf),
-        ("spread_of_logits", math.nan),
-    ],
-)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["max_abs_delta_logit_shift_free", "kl_mean", "kl_max"])
 def test_nan_and_infinity_fail(name, bad):
     assert verdict(both(**{name: bad})).exit_code == gate.FAIL
+
+
+def test_a_nan_spread_ratio_or_bias_fails():
+    assert verdict(float32(spread_of_logits=math.nan)).exit_code == gate.FAIL
+    for name in ("upper", "bias_in_standard_errors"):
+        assert verdict(bfloat16(ratio={**RATIO, name: math.nan})).exit_code == gate.FAIL
+
+
+def test_limits_follow_measured_noise_between_floor_and_cap():
+    rule = gate.DEFAULT.float32_delta
+    for noise, base in ((0.0, rule.floor), (rule.floor * 2, rule.floor * 2), (rule.cap * 10, rule.cap)):
+        criterion = float32(noise=summary(max_abs_delta_logit_shift_free=noise))[1]
+        assert criterion.limit == pytest.approx(rule.multiple * base)
+
+
+def test_noise_above_the_cap_is_no_ground_for_a_verdict_and_nan_noise_neither():
+    assert gate.noise_faults(summary()) == []
+    for noise in ({"max_abs_delta_logit_shift_free": 1e-3}, {"kl_max": 1e-6}, {"kl_max": math.nan}):
+        assert len(gate.noise_faults(summary(**noise))) == 1
+    assert (
+        math.isnan(float32(noise=summary(kl_max=math.nan))[2].limit)
+        or float32(noise=summary(kl_max=math.nan))[2].limit <= 1e-6
+    )
+
+
+def test_profiles_differ_as_they_say():
+    noisy = {"own": summary(kl_mean=4e-3), "kl_mean": 5e-3}
+    assert verdict(bfloat16(**noisy)).exit_code == gate.PASS
+    assert verdict(bfloat16(gate.PROFILES["published"], **noisy)).exit_code == gate.FAIL
+    loose = {"ratio": {**RATIO, "upper": 3.0, "bias_in_standard_errors": 50}}
+    assert verdict(bfloat16(gate.PROFILES["published"], **loose)).exit_code == gate.PASS
+    assert named(bfloat16(gate.PROFILES["published"]), "mean log-probability difference").on is False
+    assert verdict(bfloat16(gate.PROFILES["strict"], ratio={**RATIO, "upper": 1.4})).exit_code == gate.FAIL
+
+
+def test_a_limit_set_by_hand_decides_and_is_marked():
+    criteria = float32(limits={"float32-delta": 1e-9})
+    assert verdict(criteria).exit_code == gate.FAIL and criteria[1].set_by_hand
+    criteria = bfloat16(gate.PROFILES["published"], limits={"bfloat16-ratio": 1.01})
+    assert verdict(criteria).exit_code == gate.FAIL
+    assert "by hand" in verdict(bfloat16(limits={"bfloat16-kl": 1.0})).sentence
+    assert set(gate.LIMIT_NAMES) == {"float32-delta", "float32-kl", "bfloat16-kl", "bfloat16-ratio", "bfloat16-bias"}
 
 
 def test_one_non_finite_logit_fails_whatever_the_statistics_say():
@@ -56,29 +111,19 @@ def test_one_non_finite_logit_fails_whatever_the_statistics_say():
 
 
 def test_the_limit_follows_the_size_of_the_logits():
-    at_step_0, trained = (
-        summary(spread_of_logits=0.2, max_abs_delta_logit=1e-4),
-        summary(spread_of_logits=5, max_abs_delta_logit=1e-4),
-    )
-    assert verdict(gate.float32_criteria(at_step_0)).exit_code == gate.FAIL
-    assert verdict(gate.float32_criteria(trained)).exit_code == gate.PASS
+    assert verdict(float32(spread_of_logits=0.1, max_abs_delta_logit_shift_free=2e-5)).exit_code == gate.FAIL
+    assert verdict(float32(spread_of_logits=5.0, max_abs_delta_logit_shift_free=2e-5)).exit_code == gate.PASS
 
 
 def test_constant_logits_pass_only_where_they_are_equal():
-    assert verdict(gate.float32_criteria(summary(spread_of_logits=0.0, max_abs_delta_logit=0.0))).exit_code == gate.PASS
-    assert (
-        verdict(gate.float32_criteria(summary(spread_of_logits=0.0, max_abs_delta_logit=1e-9))).exit_code == gate.FAIL
-    )
+    assert verdict(float32(spread_of_logits=0.0, max_abs_delta_logit_shift_free=0.0)).exit_code == gate.PASS
+    assert verdict(float32(spread_of_logits=0.0, max_abs_delta_logit_shift_free=1e-9)).exit_code == gate.FAIL
 
 
 def test_the_bfloat16_limit_is_the_published_one_or_the_references_own_noise():
-    assert gate.bfloat16_criteria(summary(), summary(kl_mean=1e-5))[1].limit == 1.5e-3
-    assert gate.bfloat16_criteria(summary(), summary(kl_mean=4e-3))[1].limit == pytest.approx(6e-3)
-
-
-def test_a_reference_whose_own_noise_is_nan_does_not_pass():
-    criteria = gate.bfloat16_criteria(summary(), summary(kl_mean=math.nan))
-    assert verdict(criteria).exit_code == gate.FAIL or criteria[1].limit == 1.5e-3
+    assert bfloat16(own=summary(kl_mean=1e-5))[1].limit == 1.5e-3
+    assert bfloat16(own=summary(kl_mean=4e-3))[1].limit == pytest.approx(6e-3)
+    assert bfloat16(own=summary(kl_mean=math.nan))[1].limit == 1.5e-3
 
 
 def test_what_was_not_covered_is_inconclusive_and_a_failure_comes_first():

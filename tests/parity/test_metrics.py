@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from olmo_parity.parity.metrics import TokenStats, summarise, token_stats
+from olmo_parity.parity.metrics import TokenStats, ratio_interval, summarise, token_stats, top
 
 
 def compared(reference, candidate, tokens=None):
@@ -127,3 +127,55 @@ def test_float32_is_compared_in_float64():
     b[0, 0] = np.nextafter(np.float32(1e4), np.float32(2e4))
     d = float(b[0, 0]) - 1e4
     assert compared(a, b).kl[0] == pytest.approx(d * d * (1 / 4 - 1 / 16) / 2, rel=1e-2)
+
+
+def noisy(seed, scale, tokens=1024):
+    rng = np.random.default_rng(seed)
+    base = np.random.default_rng(99).normal(0, 2, (tokens, 50))
+    return compared(base, base + rng.normal(0, scale, base.shape), np.random.default_rng(98).integers(0, 50, tokens))
+
+
+def test_equal_noise_has_a_ratio_near_one_and_a_narrow_interval():
+    r = ratio_interval(noisy(1, 0.01), noisy(2, 0.01))
+    assert r["blocks"] == 32
+    assert 0.9 < r["ratio"] < r["upper"] < 1.2
+    assert r["bias_in_standard_errors"] < 5
+
+
+def test_more_noise_and_bias_show():
+    assert ratio_interval(noisy(1, 0.01), noisy(2, 0.015))["ratio"] == pytest.approx(2.25, rel=0.15)
+    shifted = noisy(1, 0.01)
+    biased = TokenStats(**{**vars(shifted), "observed_delta": shifted.observed_delta + 0.01})
+    assert ratio_interval(shifted, biased)["bias_in_standard_errors"] > 10
+
+
+def test_no_noise_at_all_and_noise_against_none():
+    none, some = noisy(1, 0), noisy(2, 0.01)
+    assert ratio_interval(none, none)["upper"] == 0
+    assert ratio_interval(none, none)["bias_in_standard_errors"] == 0
+    assert np.isinf(ratio_interval(none, some)["upper"])
+
+
+def test_a_nan_token_spoils_the_interval():
+    bad = noisy(2, 0.01)
+    bad.kl[5] = np.nan
+    r = ratio_interval(noisy(1, 0.01), bad)
+    assert not r["ratio"] <= 1e9 and not r["upper"] <= 1e9
+
+
+def test_few_tokens_give_no_interval():
+    r = ratio_interval(noisy(1, 0.01, 20), noisy(2, 0.01, 20))
+    assert r["blocks"] == 0 and np.isnan(r["upper"])
+
+
+def test_top_ids_come_largest_first_and_agreement_counts_them():
+    assert top(np.array([[0.0, 3, 1, 2]]), 3).tolist() == [[1, 3, 2]]
+    assert top(np.array([[0.0, 1]]), 5).tolist() == [[1, 0]]
+    a = np.array([[9.0, 8, 7, 6, 5, 0, 0, 0]])
+    assert compared(a, np.array([[9.0, 8, 7, 6, 0, 0, 0, 5]])).top5_shared[0] == pytest.approx(0.8)
+
+
+def test_jensen_shannon_is_symmetric_and_bounded():
+    a, b = np.array([[10.0, -10, 0]]), np.array([[-10.0, 10, 0]])
+    there, back = compared(a, b).jensen_shannon[0], compared(b, a).jensen_shannon[0]
+    assert there == pytest.approx(back) and 0.6 < there <= np.log(2)

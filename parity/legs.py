@@ -1,0 +1,189 @@
+"""The two legs: which runs they need, their statistics, their worst tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..convert.sources import Source
+from . import calibrate, metrics
+from .batches import Sequence
+from .candidate import run_candidate
+from .distribution import distributions
+from .reference import BENIGN, run_reference
+
+WORST = 10  # tokens shown with their context
+CONTEXT = 8  # tokens before one of them
+
+
+@dataclass
+class Legs:
+    """Runs of both sides on the same sequences. Logits lie in folder/<run>/<index>.npy, [T, V] float32.
+
+    Reference and candidate are never in memory together: every run loads its model, writes its logits and lets go.
+    """
+
+    reference: Source
+    candidate: Source
+    sequences: list[Sequence]
+    folder: Path
+    versions: dict[str, str]
+    recalibrate: bool
+    allow_unknown_keys: tuple[str, ...]
+    say: Callable[[str], None]
+
+    def __post_init__(self):
+        self.settings: dict[str, dict] = {}
+
+    def run(self) -> dict:
+        """Both legs, as the record has them."""
+        stored = narrower(self.reference, self.candidate)
+        self._reference("ref32", "float32", stored)
+        noise = self._noise(stored)
+        self._candidate("cand32", "float32")
+        rounded = "ref32"
+        if "bfloat16" not in (stored, main_dtype(self.reference)):
+            # The float32 side of the bfloat16 leg holds the same rounded weights: arithmetic is compared, not storage.
+            rounded = "ref32-rounded"
+            self._reference(rounded, "float32", "bfloat16")
+        self._reference("ref16", "bfloat16", None)
+        self._candidate("cand16", "bfloat16")
+        self._candidate("cand16-as-found", "bfloat16", exact_casts=False)
+        self.say("comparing logits")
+        own, cand = self._compare(rounded, "ref16"), self._compare(rounded, "cand16")
+        float32, packed = self._split(self._compare("ref32", "cand32"))
+        return {
+            "float32": {
+                "compared": "reference float32 against candidate float32",
+                "statistics": self._summary(float32),
+                "packed": self._summary(packed, packed=True) if packed else None,
+                "noise": noise,
+                "worst": self._worst(float32, "ref32", "cand32"),
+                "reference": self.settings["ref32"],
+                "candidate": self.settings["cand32"],
+            },
+            "bfloat16": {
+                "compared": "reference float32 against candidate bfloat16, weights rounded to bfloat16 on both sides",
+                "statistics": self._summary(self._split(cand)[0]),
+                "own_noise": self._summary(self._split(own)[0]),
+                "ratio": metrics.ratio_interval(
+                    metrics.TokenStats.join(*self._split(own)[0]), metrics.TokenStats.join(*self._split(cand)[0])
+                ),
+                "against_reference_bfloat16": self._summary(self._split(self._compare("ref16", "cand16"))[0]),
+                "with_flags_as_found": {
+                    "xla_flags": self.settings["cand16-as-found"]["xla_flags"],
+                    "statistics": self._summary(self._split(self._compare(rounded, "cand16-as-found"))[0]),
+                },
+                "worst": self._worst(self._split(cand)[0], rounded, "cand16"),
+                "reference": self.settings["ref16"],
+                "candidate": self.settings["cand16"],
+            },
+        }
+
+    def _reference(self, name: str, dtype: str, round_to: str | None, sequences=None, benign: bool = False) -> None:
+        what = f", weights rounded to {round_to}" if round_to else ""
+        self.say(f"reference in {dtype}{what}" + (", benignly changed" if benign else ""))
+        self.settings[name] = run_reference(
+            self.reference.path,
+            self.reference.config,
+            self.sequences if sequences is None else sequences,
+            dtype=dtype,
+            round_to=round_to,
+            benign=benign,
+            folder=self.folder / name,
+        )
+
+    def _candidate(self, name: str, dtype: str, exact_casts: bool = True) -> None:
+        self.say(f"candidate in {dtype}" + ("" if exact_casts else ", XLA_FLAGS as found"))
+        self.settings[name] = run_candidate(
+            self.candidate.path,
+            self.sequences,
+            dtype=dtype,
+            exact_casts=exact_casts,
+            folder=self.folder / name,
+            allow_unknown_keys=self.allow_unknown_keys,
+        )
+
+    def _noise(self, stored: str | None) -> dict:
+        """Summary of the reference against itself with benign changes; from the cache where nothing changed."""
+        chosen = calibrate.sample(self.sequences)
+        sequences = [self.sequences[i] for i in chosen]
+
+        def measure() -> dict:
+            self._reference("ref32-benign", "float32", stored, sequences, benign=True)
+            stats = [self._pair("ref32", i, "ref32-benign", k, self.sequences[i]) for k, i in enumerate(chosen)]
+            return metrics.summarise(metrics.TokenStats.join(*stats), _positions(sequences))
+
+        settings = {"round_to": stored, "benign": BENIGN, "threads": self.settings["ref32"]["threads"]}
+        key = calibrate.key_of(self.reference, sequences, settings, self.versions)
+        noise, kept = calibrate.cached(key, measure, self.recalibrate)
+        return {**noise, "from_cache": kept, "changes": list(BENIGN)}
+
+    def _compare(self, a: str, b: str) -> list[metrics.TokenStats]:
+        return [self._pair(a, i, b, i, s) for i, s in enumerate(self.sequences)]
+
+    def _pair(self, a: str, i: int, b: str, k: int, sequence: Sequence) -> metrics.TokenStats:
+        return metrics.token_stats(self._logits(a, i), self._logits(b, k), sequence.tokens)
+
+    def _logits(self, run: str, index: int) -> np.ndarray:
+        return np.load(self.folder / run / f"{index}.npy", mmap_mode="r")
+
+    def _split(self, stats: list) -> tuple[list, list]:
+        """Statistics of plain rows and of packed ones, which are a check of their own."""
+        plain = [s for s, q in zip(stats, self.sequences, strict=True) if not q.documents]
+        return plain, [s for s, q in zip(stats, self.sequences, strict=True) if q.documents]
+
+    def _summary(self, stats: list, packed: bool = False) -> dict:
+        rows = [s for s in self.sequences if bool(s.documents) == packed]
+        joined = metrics.TokenStats.join(*stats)
+        return metrics.summarise(joined, _positions(rows)) | {"distribution": distributions(joined)}
+
+    def _worst(self, stats: list, a: str, b: str) -> list[dict]:
+        """The tokens with the largest |delta logit|, worst first; a NaN counts as the largest."""
+        indices = [i for i, s in enumerate(self.sequences) if not s.documents]
+        size = np.concatenate([np.nan_to_num(s.max_abs, nan=np.inf) for s in stats])
+        owner = np.concatenate([np.full(len(s), k) for k, s in enumerate(stats)])
+        place = np.concatenate([np.arange(len(s)) for s in stats])
+        found = []
+        for at in np.argsort(-size, kind="stable")[:WORST]:
+            k, position = int(owner[at]), int(place[at])
+            sequence = self.sequences[indices[k]]
+            found.append(
+                {
+                    "sequence": sequence.id,
+                    "position": position,
+                    "token": int(sequence.tokens[position]),
+                    "context": sequence.tokens[max(0, position - CONTEXT) : position].tolist(),
+                    "logit_of_token": int(stats[k].max_abs_id[position]),
+                    "abs_delta_logit": float(stats[k].max_abs[position]),
+                    "kl": float(stats[k].kl[position]),
+                    "top5_reference": self._top5(a, indices[k], position),
+                    "top5_candidate": self._top5(b, indices[k], position),
+                }
+            )
+        return found
+
+    def _top5(self, run: str, index: int, position: int) -> list[list]:
+        row = np.asarray(self._logits(run, index)[position : position + 1], np.float64)
+        return [[int(i), float(row[0, i])] for i in metrics.top(row)[0]]
+
+
+def _positions(sequences: list[Sequence]) -> np.ndarray:
+    """Position of every token within its document."""
+    return np.concatenate([np.arange(len(tokens)) for s in sequences for tokens, _ in s.parts()])
+
+
+def main_dtype(source: Source) -> str:
+    """The dtype of most of a checkpoint's bytes."""
+    sizes: dict[str, int] = {}
+    for tensor in source.tensors.values():
+        sizes[str(tensor.dtype)] = sizes.get(str(tensor.dtype), 0) + tensor.nbytes
+    return max(sizes, key=sizes.get)
+
+
+def narrower(reference: Source, candidate: Source) -> str | None:
+    """The dtype to round the reference's weights to before the float32 leg: the candidate's, where it holds fewer bits."""
+    return main_dtype(candidate) if main_dtype(reference) == "float32" != main_dtype(candidate) else None

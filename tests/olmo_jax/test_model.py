@@ -475,3 +475,14 @@ def test_gradients_reach_every_parameter(tiny_config, lively_tree, scan_layers):
     model = from_tree(config, lively_tree(config), dtype=jnp.float32, scan_layers=scan_layers)
     grads = nnx.jit(nnx.grad(lambda model, tokens: (model(tokens) ** 2).mean()))(model, some_tokens(config))
     assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
+
+
+def test_every_product_asks_for_full_precision_and_a_float32_sum(tiny_config, lively_tree):
+    """Invisible on a CPU; on GPUs and TPUs float32 would be rounded to TF32 or bfloat16 first."""
+    config = tiny_config()
+    model = from_tree(config, lively_tree(config), dtype=jnp.bfloat16)
+    text = str(jax.make_jaxpr(lambda tokens: model(tokens))(some_tokens(config)))
+    products = text.count("dot_general[")
+    assert products == 4 * (4 + 2 + 3) + 1  # projections, scores and mix, MLP; the head
+    assert text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == products
+    assert text.count("preferred_element_type=float32") == products

@@ -1,0 +1,154 @@
+"""parity.toml: the gate's options for a project, found upwards from the working directory."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..olmo_jax.errors import BadInput
+from .run import GateOptions
+
+FILE = "parity.toml"
+PATH, TEXT, TEXTS = "a path", "text", "a list of text"
+FLAG, COUNT, NUMBERS = "true or false", "a whole number above 0", "a table of numbers of at least 0"
+KEYS = {  # as the command line spells them, with _ for -
+    "reference":          PATH,
+    "candidate":          PATH,
+    "batch":              PATH,
+    "only_batch":         FLAG,
+    "max_tokens":         COUNT,
+    "profile":            TEXT,
+    "limits":             NUMBERS,
+    "accept_uncovered":   TEXTS,
+    "weights_may_differ": FLAG,
+    "allow_unknown_key":  TEXTS,
+    "json":               PATH,
+    "junit":              PATH,
+    "markdown":           PATH,
+    "html":               PATH,
+}  # fmt: skip
+# Tables of other commands. The gate leaves them unread, each command checks its own; any other table is an error.
+SECTIONS = ("preflight", "heldout")
+REPORTS = ("json", "junit", "markdown", "html")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values by the keys above, and the file they came from; nothing where there is none."""
+
+    file: Path | None
+    values: dict
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Everything that one run of the gate needs."""
+
+    reference: Path
+    candidate: Path
+    reports: dict[str, Path | None]
+    options: GateOptions
+
+    @property
+    def inputs(self) -> list[Path | None]:
+        """Files that no report may overwrite."""
+        return [self.reference, self.candidate, self.options.batch, self.options.settings_file]
+
+
+def choose(given: dict, settings: Settings) -> Choice:
+    """The options given on the command line, by the keys above, over those of the file; limits one by one."""
+    values = settings.values | given
+    values["limits"] = settings.values.get("limits", {}) | _limits(given.get("limit", []))
+    values.pop("limit", None)
+    lacking = [f"--{name}" for name in ("reference", "candidate") if name not in values]
+    if lacking:
+        where = f"in {settings.file}" if settings.file else f"in a {FILE} here or above"
+        raise BadInput(f"{' and '.join(lacking)} is wanted, as an option or {where} (olmo-parity --help)")
+    reference, candidate = values.pop("reference"), values.pop("candidate")
+    reports = {name: values.pop(name, None) for name in REPORTS}
+    if "allow_unknown_key" in values:
+        values["allow_unknown_keys"] = values.pop("allow_unknown_key")
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return Choice(reference, candidate, reports, GateOptions(**options, settings_file=settings.file))
+
+
+def _limits(pairs: list[str]) -> dict[str, float]:
+    found = {}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        try:
+            found[name] = float(text)
+        except ValueError:
+            found[name] = None
+        if not _is_limit(found[name]):
+            raise BadInput(f"--limit {pair}: NAME=VALUE is wanted, with a finite VALUE of at least 0")
+    return found
+
+
+def load(config: Path | None, no_config: bool) -> Settings:
+    """Read the named file, or the nearest parity.toml at or above the working directory, or none.
+
+    Relative paths become relative to the file. Raises BadInput naming every unknown key, with the nearest known one, and
+    every value of a wrong kind.
+    """
+    if no_config and config is not None:
+        raise BadInput("--config and --no-config exclude each other")
+    if no_config:
+        return Settings(None, {})
+    file = config if config is not None else find(Path.cwd())
+    if file is None:
+        return Settings(None, {})
+    file = file.absolute()
+    try:
+        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"--config {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{file} is not UTF-8 text: byte {error.start} cannot be read") from None
+    except tomllib.TOMLDecodeError as error:
+        raise BadInput(f"{file} is not TOML: {error}") from None
+    faults, values = [], {}
+    for key, value in raw.items():
+        if key in SECTIONS:
+            if not isinstance(value, dict):
+                faults.append(f"{key} is {value!r}, a table [{key}] is wanted")
+        elif key not in KEYS:
+            near = difflib.get_close_matches(key.replace("-", "_"), [*KEYS, *SECTIONS], n=1, cutoff=0)
+            faults.append(f"unknown key {key!r}: was {near[0]!r} meant?")
+        elif not _fits(value, KEYS[key]):
+            faults.append(f"{key} is {value!r}, {KEYS[key]} is wanted")
+        else:
+            values[key] = _at(file.parent, value) if KEYS[key] == PATH else value
+    if faults:
+        raise BadInput(f"{file} cannot be used", faults)
+    return Settings(file, values)
+
+
+def find(folder: Path) -> Path | None:
+    """The nearest parity.toml at or above a folder."""
+    return next((f / FILE for f in (folder, *folder.parents) if (f / FILE).is_file()), None)
+
+
+def _fits(value, kind: str) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind in (PATH, TEXT):
+        return isinstance(value, str) and bool(value)
+    if kind == FLAG:
+        return isinstance(value, bool)
+    if kind == COUNT:
+        return number and isinstance(value, int) and value > 0
+    if kind == TEXTS:
+        return isinstance(value, list) and all(isinstance(v, str) and v for v in value)
+    return isinstance(value, dict) and all(_is_limit(v) for v in value.values())
+
+
+def _is_limit(value) -> bool:
+    # inf would never fail and nan never pass: neither is a limit
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def _at(folder: Path, value: str) -> Path | str:
+    """A path relative to the file; an address such as gs://bucket/run/0 as it is."""
+    return value if "://" in value else folder / Path(value).expanduser()

@@ -178,6 +178,39 @@ def core2orbax(
 
 
 @convert_app.command()
+def orbax2hf(
+    source: Annotated[str, typer.Argument(help="Step folder, its parent, or the item.")],
+    target: Annotated[str, typer.Argument(help="Hugging Face folder to write.")],
+    transformers: Annotated[str, typer.Option(help="Releases that config.json must serve: both, 4 or 5.")] = "both",
+    shard_bytes: Annotated[int | None, typer.Option(min=1, help="Largest safetensors file, bytes.")] = None,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read back and compare every bit.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at TARGET.")] = False,
+    allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help="Copy NaN and infinity too.")] = False,
+    allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Tensors in work at once.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Orbax back to safetensors, with a config.json that transformers 4.57 and 5.13+ read as the same function."""
+    from .convert import export, memory, record
+
+    memory.keep_freed_memory()
+    options = {"shard_bytes": shard_bytes} if shard_bytes else {}
+    done = export.orbax2hf(
+        source,
+        target,
+        transformers=transformers,
+        verify=verify,
+        overwrite=overwrite,
+        allow_nonfinite=allow_nonfinite,
+        allow_unknown_keys=allow_unknown_key or (),
+        workers=workers,
+        quiet=quiet,
+        **options,
+    )
+    typer.echo(record.summary(done))
+
+
+@convert_app.command()
 def verify(
     source: Annotated[str, typer.Argument(help="A checkpoint of any form; with --manifest the tree itself.")],
     target: Annotated[str | None, typer.Argument(help="The checkpoint that was made from it.")] = None,

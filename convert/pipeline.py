@@ -276,6 +276,7 @@ def _manifest(
             "rows": source.config.vocab_size,
             "policy": job["vocabulary"],
         },
+        target_kind="orbax",
         dtype=job["dtype"],
         compression=job["compression"],
         chunk_bytes=job["chunk_bytes"],

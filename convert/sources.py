@@ -94,7 +94,7 @@ def _open_orbax(folder: Path, allow_unknown_keys: Sequence[str], strict: bool) -
 def _orbax_tensor(reader: orbax_io.TreeReader, leaf: orbax_io.LeafMetadata, hf: str, transposed: bool) -> Tensor:
     def fetch(start: int, stop: int) -> np.ndarray:
         if transposed:
-            return np.ascontiguousarray(reader.read(leaf.path, (slice(None), slice(start, stop))).T)
+            return transposed(reader.read(leaf.path, (slice(None), slice(start, stop))))
         return reader.read(leaf.path, (slice(start, stop),))
 
     code = DTYPE_CODES.get(leaf.dtype, leaf.dtype.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ from .mapping import weights
 from .orbax_io import STEP_FILES, TreeReader, resolve_tree
 from .orbax_write import OPTIMIZER, Leaf
 from .progress import Progress
-from .safetensors_io import DTYPES
-from .sources import ORBAX_CONFIG, open_source
+from .safetensors_io import DTYPES, list_folder, read_rows
+from .sources import CONFIG, ORBAX_CONFIG, open_source
 
 SLICE_BYTES = 32 << 20  # of each side at once
 
@@ -98,6 +99,9 @@ def verify_manifest(target: str | Path, *, workers: int | None = None, quiet: bo
 
     An array whose bytes do not decode is a difference too, named like the others.
     """
+    folder = Path(target).expanduser()
+    if (folder / CONFIG).is_file():
+        return _verify_hf_manifest(folder.absolute(), workers or min(os.cpu_count() or 1, 4), quiet)
     resolved = resolve_tree(target)
     manifest = read_manifest(resolved.step)
     workers = workers or min(os.cpu_count() or 1, 4)
@@ -109,8 +113,9 @@ def verify_manifest(target: str | Path, *, workers: int | None = None, quiet: bo
         listed = {entry["file"]: entry for entry in manifest["tree_files"]}
     except (KeyError, TypeError, ValueError) as error:
         raise BadInput(f"{resolved.step}: manifest.json is damaged: {error!r}") from None
-    _check_config(resolved.step, manifest, differences)
-    _check_files(resolved.step, items, listed, workers, differences)
+    _check_config(resolved.step / ORBAX_CONFIG, manifest, differences)
+    names = [*items, *(name for name in STEP_FILES if (resolved.step / name).exists())]
+    _check_files(resolved.step, names, listed, workers, differences)
     progress = Progress("verifying", total, quiet)
     for item in items:
         reader = TreeReader(resolved.step / item)
@@ -130,6 +135,37 @@ def verify_manifest(target: str | Path, *, workers: int | None = None, quiet: bo
             differences += [text for text in pool.map(one, [p for p in planned if p in found]) if text]
     seconds = progress.close()
     return Verification(None, resolved.step, len(entries), progress.done, seconds, tuple(differences), tuple(notes))
+
+
+def _verify_hf_manifest(folder: Path, workers: int, quiet: bool) -> Verification:
+    """The same for a folder that orbax2hf wrote."""
+    manifest, differences = read_manifest(folder), []
+    entries = {entry["target_name"]: entry for entry in manifest["tensors"]}
+    listed = {entry["file"]: entry for entry in manifest["tree_files"]}
+    _check_config(folder / CONFIG, manifest, differences)
+    _check_files(folder, [name for name in listed if (folder / name).is_file()], listed, workers, differences)
+    faults: list[str] = []
+    found = list_folder(folder, faults)
+    differences += faults + [f"{name} is missing" for name in entries if name not in found]
+    differences += [f"{name} is not in the manifest" for name in found if name not in entries]
+    known = [name for name in entries if name in found and not faults]
+    progress = Progress("verifying", sum(found[name].stop - found[name].start for name in known), quiet)
+
+    def one(name: str) -> str | None:
+        entry, digest = found[name], hashlib.sha256()
+        row = max((entry.stop - entry.start) // max(entry.shape[0], 1), 1)
+        step = max(SLICE_BYTES // row, 1)
+        for start in range(0, entry.shape[0], step):
+            rows = read_rows(entry, DTYPES[entry.code], start, min(start + step, entry.shape[0]))
+            digest.update(rows.view(np.uint8))
+            progress.add(rows.nbytes)
+        if digest.hexdigest() != entries[name]["target_sha256"]:
+            return f"{name} in {entry.file} has sha256 {digest.hexdigest()}, the manifest says {entries[name]['target_sha256']}"
+        return None
+
+    with ThreadPoolExecutor(workers) as pool:
+        differences += [text for text in pool.map(one, known) if text]
+    return Verification(None, folder, len(entries), progress.done, progress.close(), tuple(differences), ())
 
 
 def as_text(result: Verification) -> str:
@@ -213,10 +249,8 @@ def _check_array(reader: TreeReader, path: str, entry: dict, progress: Progress)
     return None
 
 
-def _check_files(step: Path, items: list[str], listed: dict, workers: int, differences: list[str]) -> None:
-    found = {
-        e["file"]: e for e in file_checksums(step, [*items, *(n for n in STEP_FILES if (step / n).exists())], workers)
-    }
+def _check_files(step: Path, names: list[str], listed: dict, workers: int, differences: list[str]) -> None:
+    found = {e["file"]: e for e in file_checksums(step, names, workers)}
     differences += [f"file {name} is missing" for name in sorted(listed.keys() - found.keys())]
     differences += [f"file {name} is not in the manifest" for name in sorted(found.keys() - listed.keys())]
     for name in sorted(found.keys() & listed.keys()):
@@ -227,20 +261,20 @@ def _check_files(step: Path, items: list[str], listed: dict, workers: int, diffe
             )
 
 
-def _check_config(step: Path, manifest: dict, differences: list[str]) -> None:
+def _check_config(file: Path, manifest: dict, differences: list[str]) -> None:
     faults: list[str] = []
-    config = read_config(step / ORBAX_CONFIG, manifest.get("allowed_unknown_keys", ()), faults)
+    config = read_config(file, manifest.get("allowed_unknown_keys", ()), faults)
     differences += faults
     if config is not None and config_hash(config) != manifest["config_sha256"]:
         rotary = tables_hash(rope_tables(config)) != manifest["rotary_tables_sha256"]
         differences.append(
-            f"{step / ORBAX_CONFIG} was edited since the conversion: its hash is not the manifest's"
+            f"{file} was edited since the conversion: its hash is not the manifest's"
             + (", and its rotary tables differ" if rotary else "")
         )
     for carried in manifest.get("carried", []):
-        file = step / carried["file"]
-        if not file.is_file() or sha256_of_file(file) != carried["sha256"]:
-            differences.append(f"{file} is missing or was edited since the conversion")
+        beside = file.parent / carried["file"]
+        if not beside.is_file() or sha256_of_file(beside) != carried["sha256"]:
+            differences.append(f"{beside} is missing or was edited since the conversion")
 
 
 def _dtype(name: str) -> np.dtype:

@@ -35,6 +35,13 @@ def gate(
     ] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut longer prompts, and say so.")] = None,
     profile: Annotated[str | None, typer.Option(help="default, strict or published.")] = None,
+    candidate_fn: Annotated[
+        str | None, typer.Option(help="package.module:function that builds the model to test: docs/candidate-fn.md.")
+    ] = None,
+    gradients: Annotated[
+        bool, typer.Option("--gradients/--no-gradients", help="Loss and the gradient of every parameter too.")
+    ] = False,
+    z_loss: Annotated[float | None, typer.Option(min=0, help="Its coefficient in the loss, 1e-5 for OLMo.")] = None,
     limit: Annotated[list[str] | None, typer.Option(help="NAME=VALUE: a limit set by hand, marked as such.")] = None,
     accept_uncovered: Annotated[list[str] | None, typer.Option(help="Pass although this was not covered.")] = None,
     weights_may_differ: Annotated[
@@ -83,6 +90,26 @@ def gate(
     typer.echo(report.console(record))
     report.write_reports(record, **choice.reports)
     raise typer.Exit(record["exit_code"])
+
+
+@parity_app.command()
+def record(
+    reference: Annotated[Path, typer.Argument(help="Hugging Face folder.")],
+    target: Annotated[Path, typer.Argument(help="Folder to make.")],
+    batch: Annotated[Path | None, typer.Option(help='Prompts, one {"id", "text"} or {"id", "tokens"} a line.')] = None,
+    only_batch: Annotated[bool, typer.Option("--only-batch", help="Leave the built-in sequences out.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut longer prompts, and say so.")] = None,
+    allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+) -> None:
+    """Keep the reference's logits in a folder, for olmo-parity --reference FOLDER where torch is not installed."""
+    from .parity.run import GateOptions, record_reference
+
+    options = GateOptions(
+        batch=batch, only_batch=only_batch, max_tokens=max_tokens, allow_unknown_keys=tuple(allow_unknown_key or ())
+    )
+    kept = record_reference(reference, target, options, say=_say)
+    tokens = sum(len(s["tokens"]) for s in kept["sequences"])
+    typer.echo(f"{target}: {len(kept['sequences'])} sequences, {tokens} tokens, runs {', '.join(kept['runs'])}")
 
 
 @parity_app.command("check-report")
@@ -232,6 +259,28 @@ def verify(
         result = verifying.verify(source, target, allow_unknown_keys=allow_unknown_key or (), quiet=quiet)
     typer.echo(verifying.as_json(result) if json_output else verifying.as_text(result))
     raise typer.Exit(0 if result.equal else 1)
+
+
+@convert_app.command()
+def diff(
+    a: Annotated[str, typer.Argument(help="A checkpoint of any form.")],
+    b: Annotated[str, typer.Argument(help="Another.")],
+    show_all: Annotated[bool, typer.Option("--all", help="Every tensor, not only the 30 that moved most.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """How far two checkpoints are apart, tensor by tensor, most moved first. Exit 0 equal, 1 different."""
+    import json
+
+    from .convert import diff as differ
+    from .convert import memory
+
+    memory.keep_freed_memory()
+    found = differ.diff(a, b, allow_unknown_keys=allow_unknown_key or (), quiet=quiet)
+    limit = None if show_all else 30
+    typer.echo(json.dumps(found.as_json(), indent=1) if json_output else differ.as_text(found, limit))
+    raise typer.Exit(0 if found.equal else 1)
 
 
 @convert_app.command()

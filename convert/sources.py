@@ -11,6 +11,7 @@ from ..olmo_jax.errors import BadInput
 from . import core_source, orbax_io, safetensors_io
 from .checkpoint import Source, Tensor, fit_source, read_config
 from .hub import revision_of, training_start_note
+from .layout import transposed
 from .mapping import TRANSPOSED, weights
 from .safetensors_io import DTYPE_CODES, DTYPES
 
@@ -91,11 +92,11 @@ def _open_orbax(folder: Path, allow_unknown_keys: Sequence[str], strict: bool) -
     )
 
 
-def _orbax_tensor(reader: orbax_io.TreeReader, leaf: orbax_io.LeafMetadata, hf: str, transposed: bool) -> Tensor:
+def _orbax_tensor(reader: orbax_io.TreeReader, leaf: orbax_io.LeafMetadata, hf: str, turned: bool) -> Tensor:
     def fetch(start: int, stop: int) -> np.ndarray:
-        if transposed:
+        if turned:
             return transposed(reader.read(leaf.path, (slice(None), slice(start, stop))))
         return reader.read(leaf.path, (slice(start, stop),))
 
     code = DTYPE_CODES.get(leaf.dtype, leaf.dtype.name)
-    return Tensor(hf, leaf.path, reader.item, code, leaf.shape[::-1] if transposed else leaf.shape, fetch)
+    return Tensor(hf, leaf.path, reader.item, code, leaf.shape[::-1] if turned else leaf.shape, fetch)

@@ -49,6 +49,7 @@ def check_report(report: Path, target: Path, max_age: str | None = None) -> Answ
     record = _read(report)
     try:
         _check_schema(record, report)
+        _check_judged(record, report)
         _check_pass(record, report)
         _check_age(record, report, age)
         _check_code(record, report)
@@ -89,13 +90,13 @@ def inconsistencies(record: dict) -> list[str]:
     faults += [f"no criterion of the {leg} leg was judged" for leg in lacking]
     if sum(s["tokens"] for s in record["sequences"]) <= 0:
         faults.append("no tokens were compared")
-    missing = [c["what"] for c in uncovered(record)]
+    open_questions = [c["what"] for c in uncovered(record)] + record["open_questions"]
     if EXIT_CODES.get(record["verdict"]) != record["exit_code"]:
         faults.append(f"the verdict {record['verdict']!r} does not go with exit code {record['exit_code']}")
     if record["verdict"] == "pass" and failed:
         faults.append("the verdict is pass, and a criterion failed")
-    if record["verdict"] == "pass" and missing:
-        faults.append(f"the verdict is pass, and this was not covered: {', '.join(missing)}")
+    if record["verdict"] == "pass" and open_questions:
+        faults.append(f"the verdict is pass, and this was left open: {'; '.join(open_questions)}")
     return faults
 
 
@@ -114,6 +115,20 @@ def _read(report: Path) -> dict:
 def _check_schema(record: dict, report: Path) -> None:
     if record["schema"] != SCHEMA:
         raise _No(f"{report} is of the schema {record['schema']!r}, this version reads {SCHEMA!r}")
+
+
+def _check_judged(record: dict, report: Path) -> None:
+    try:
+        side = record["candidate"]
+        if side["weights_sha256"] is None or side["config_sha256"] is None:
+            raise _No(
+                f"{report} judged {side['path']} by a function alone, its weights unread: give the gate a --candidate that it can read"
+            )
+        function = side.get("function")
+        if function and identity.file_hash(Path(side["function_file"])) != side["function_sha256"]:
+            raise _No(f"{report} judged {function}, and {side['function_file']} was changed since: run the gate again")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"{report} does not say what it judged: {error!r}") from None
 
 
 def _check_pass(record: dict, report: Path) -> None:
@@ -154,22 +169,18 @@ def _check_code(record: dict, report: Path) -> None:
 
 
 def _check_target(record: dict, report: Path, target: Path) -> None:
-    try:
-        side = record["candidate"]
-        form, wanted_config, wanted = side["form"], side["config_sha256"], side["weights_sha256"]
-    except (KeyError, TypeError) as error:
-        raise BadInput(f"{report} does not say what it judged: {error!r}") from None
+    side = record["candidate"]
     config = _config_of(target)
     found = "orbax" if config.name == ORBAX_CONFIG else "hf"
-    if found != form:
-        raise _No(f"{report} judged a checkpoint of the {form} form, {target} is of the {found} form")
-    if identity.file_hash(config) != wanted_config:
+    if found != side.get("form"):
+        raise _No(f"{report} judged a checkpoint of the {side.get('form')} form, {target} is of the {found} form")
+    if identity.file_hash(config) != side["config_sha256"]:
         raise _No(f"{config} is not the one that was judged: it was changed, or this is another checkpoint")
     # The gate let these keys through: the file is the same, byte for byte.
     keys = tuple(json.loads(config.read_text(encoding="utf-8")))
     source = open_source(target, allow_unknown_keys=keys)
     hashes = identity.tensor_hashes(source)
-    if identity.combined_hash(hashes) != wanted:
+    if identity.combined_hash(hashes) != side["weights_sha256"]:
         raise _No(f"the weights in {target} are not those that were judged{_changed(source, hashes)}")
 
 
@@ -204,6 +215,8 @@ def _qualifications(record: dict) -> list[str]:
     notes += [f"limits set by hand: {', '.join(by_hand)}"] if by_hand else []
     open_ends = [c["what"] for c in record["coverage"] if not c["covered"]]
     notes += [f"not covered, and accepted: {', '.join(open_ends)}"] if open_ends else []
+    if record["candidate"].get("function"):
+        notes.append(f"the model judged was that of {record['candidate']['function']}")
     here = versions()
     for name in ("jax", "jaxlib", "flax"):
         if record["versions"].get(name) != here[name]:

@@ -21,9 +21,10 @@ h1 { margin: 0; font-size: 2.6rem; line-height: 1.1; color: var(--tone); }
 h2 { margin: 2rem 0 .5rem; font-size: 1.25rem; }
 p { margin: .4rem 0; }
 .number { font-size: 1.6rem; font-weight: 650; }
-.quiet { color: var(--muted); font-size: .95rem; }
+.quiet { color: var(--muted); font-size: .95rem; font-weight: 400; }
 ul { margin: .3rem 0; padding-left: 1.3rem; }
-li, td { overflow-wrap: anywhere; }
+li, td { overflow-wrap: break-word; } td:nth-child(2) { white-space: nowrap; }
+td code, li { overflow-wrap: anywhere; } .wide td:nth-child(2) { white-space: normal; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .95rem; }
 th, td { text-align: left; padding: .35rem .7rem; border-bottom: 1px solid var(--grid); vertical-align: top; }
@@ -67,7 +68,7 @@ def page(record: dict) -> str:
         _statistics(record),
         _list("Notes", record["notes"]),
         "<details open><summary>What was judged</summary>",
-        _table([], [(escape(name), f"<code>{escape(value)}</code>") for name, value in provenance(record)]),
+        _table([], [(escape(name), f"<code>{escape(value)}</code>") for name, value in provenance(record)], "wide"),
         "</details></body></html>\n",
     ]
     return "\n".join(part for part in parts if part)
@@ -100,7 +101,7 @@ def _criteria(record: dict) -> str:
         )
         rows.append((sign.split()[0], cells))
     head = ("", "leg", "criterion", "value", "limit", "distance", "why this limit")
-    return _table(head, [cells for _, cells in rows], [kind for kind, _ in rows])
+    return _table(head, [cells for _, cells in rows], kinds=[kind for kind, _ in rows])
 
 
 def _worst(record: dict) -> str:
@@ -132,13 +133,13 @@ def _statistics(record: dict) -> str:
     return f"<details open><summary>Statistics</summary>{table}</details>"
 
 
-def _table(head, rows, kinds=None) -> str:
+def _table(head, rows, style="", kinds=None) -> str:
     top = "<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>" if head else ""
     body = "".join(
         f'<tr class="{kind}">' + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
         for kind, row in zip(kinds or [""] * len(rows), rows, strict=True)
     )
-    return f'<div class="scroll"><table>{top}{body}</table></div>'
+    return f'<div class="scroll"><table class="{style}">{top}{body}</table></div>'
 
 
 def _list(title: str, items: list[str]) -> str:

@@ -87,6 +87,7 @@ def _distribution(record: dict, leg: str, statistic: str) -> tuple[str, str]:
     axes.set_yscale("log")
     axes.set_ylim(bottom=0.7)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.tick_params(axis="y", which="minor", left=False)
     _log(axes, "x")
     criterion = _criterion(record, leg, CRITERIA[leg, statistic])
     if criterion:

@@ -54,6 +54,11 @@ class Sequence:
         return hashlib.sha256(np.asarray(self.tokens, "<i4").tobytes()).hexdigest()
 
 
+def positions(sequences: list[Sequence]) -> np.ndarray:
+    """Position of every token within its document, all sequences one after another."""
+    return np.concatenate([np.arange(len(tokens)) for s in sequences for tokens, _ in s.parts()])
+
+
 def built_in(config: Olmo3Config) -> list[Sequence]:
     """The sequences that always run: 512 random tokens, again with a window of 64 where layers slide, and packed documents.
 

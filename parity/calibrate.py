@@ -9,21 +9,48 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from ..convert.sources import Source
-from .batches import Sequence
+from . import metrics
+from .batches import Sequence, positions
+from .reference import BENIGN
 
 ENOUGH_TOKENS = 1024  # tokens; the largest of many differences hardly grows with more
 
 
-def sample(sequences: list[Sequence]) -> list[int]:
-    """Indices of the sequences that noise is measured on: from the first, until there are tokens enough."""
+def reference_noise(
+    source: Source,
+    sequences: list[Sequence],
+    *,
+    plain: Path,
+    run: Callable[[list[Sequence], Path], dict],
+    folder: Path,
+    facts: list,
+    again: bool = False,
+) -> dict:
+    """metrics.summarise of the reference in float32 against itself with changes that must not matter.
+
+    plain holds the unchanged logits by sequence; run(sequences, folder) writes the changed ones. Measured on the first
+    sequences only, and taken from the cache where source, sequences and facts are those of an earlier run.
+    """
     chosen, tokens = [], 0
-    for index, sequence in enumerate(sequences):
+    for sequence in sequences:
         if tokens >= ENOUGH_TOKENS:
             break
-        chosen.append(index)
+        chosen.append(sequence)
         tokens += len(sequence.tokens)
-    return chosen
+
+    def measure() -> dict:
+        run(chosen, folder)
+        stats = [
+            metrics.token_stats(*(np.load(f / f"{i}.npy", mmap_mode="r") for f in (plain, folder)), s.tokens)
+            for i, s in enumerate(chosen)
+        ]
+        return metrics.summarise(metrics.TokenStats.join(*stats), positions(chosen))
+
+    noise, kept = cached(key_of(source, chosen, facts), measure, again)
+    return {**noise, "from_cache": kept, "changes": list(BENIGN)}
 
 
 def cached(key: str, measure: Callable[[], dict], again: bool = False) -> tuple[dict, bool]:
@@ -48,22 +75,20 @@ def cached(key: str, measure: Callable[[], dict], again: bool = False) -> tuple[
     return noise, False
 
 
-def key_of(source: Source, sequences: list[Sequence], settings: dict, versions: dict) -> str:
-    """sha256 over everything that the noise depends on: weights, config, sequences, versions, machine.
+def key_of(source: Source, sequences: list[Sequence], facts: list) -> str:
+    """sha256 over everything that the noise depends on: weights, config, sequences, machine, and the facts given.
 
     The weights are taken by their files' names, sizes and times of change: hashing 14 GB would cost more than measuring.
     """
     files = sorted({tensor.file.resolve() for tensor in source.tensors.values()})
-    stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    facts = {
-        "files": stats,
-        "config": repr(source.config),
-        "sequences": [(s.sha256, s.first_position, s.window, s.documents) for s in sequences],
-        "settings": settings,
-        "versions": versions,
-        "machine": [platform.machine(), _processor(), os.cpu_count(), os.environ.get("OMP_NUM_THREADS")],
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    everything = [
+        [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files],
+        repr(source.config),
+        [(s.sha256, s.first_position, s.window, s.documents) for s in sequences],
+        [platform.machine(), _processor(), os.cpu_count(), os.environ.get("OMP_NUM_THREADS")],
+        facts,
+    ]
+    return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _processor() -> str:

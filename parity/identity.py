@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 from ..convert.orbax_io import TreeReader, resolve_tree
@@ -37,6 +38,23 @@ def tensor_hashes(source: Source) -> dict[str, tuple[str, tuple[int, ...], str]]
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_WORKERS)) as pool:
         return dict(pool.map(one, jobs))
+
+
+def hf_hashes(source: Source, round_to: str | None = None) -> dict[str, str]:
+    """sha256 of every weight's bytes in HF orientation, by HF name, whatever form the checkpoint has.
+
+    round_to casts first (to nearest even), as a conversion to that dtype does.
+    """
+
+    def one(tensor) -> tuple[str, str]:
+        digest = hashlib.sha256()
+        for rows in _rows(tensor):
+            rows = rows if round_to is None else rows.astype(ml_dtypes.bfloat16 if round_to == "bfloat16" else round_to)
+            digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+        return tensor.hf, digest.hexdigest()
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_WORKERS)) as pool:
+        return dict(pool.map(one, source.tensors.values()))
 
 
 def combined_hash(tensors: dict[str, tuple[str, tuple[int, ...], str]]) -> str:

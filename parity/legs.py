@@ -10,9 +10,11 @@ import numpy as np
 
 from ..convert.sources import Source
 from . import calibrate, metrics
-from .batches import Sequence
+from .batches import Sequence, positions
 from .candidate import run_candidate
+from .candidate_fn import CandidateFn
 from .distribution import distributions
+from .recorded import Recorded
 from .reference import BENIGN, run_reference
 
 WORST = 10  # tokens shown with their context
@@ -26,8 +28,8 @@ class Legs:
     Reference and candidate are never in memory together: every run loads its model, writes its logits and lets go.
     """
 
-    reference: Source
-    candidate: Source
+    reference: Source | Recorded
+    candidate: Source | CandidateFn
     sequences: list[Sequence]
     folder: Path
     versions: dict[str, str]
@@ -83,21 +85,29 @@ class Legs:
             },
         }
 
-    def _reference(self, name: str, dtype: str, round_to: str | None, sequences=None, benign: bool = False) -> None:
+    def _reference(self, name: str, dtype: str, round_to: str | None) -> None:
+        if self.reference.kind == "record":
+            self.say(f"recorded reference in {dtype}")
+            self.settings[name] = self.reference.restore(dtype, round_to, self.folder / name)
+            return
         what = f", weights rounded to {round_to}" if round_to else ""
-        self.say(f"reference in {dtype}{what}" + (", benignly changed" if benign else ""))
+        self.say(f"reference in {dtype}{what}")
         self.settings[name] = run_reference(
             self.reference.path,
             self.reference.config,
-            self.sequences if sequences is None else sequences,
+            self.sequences,
             dtype=dtype,
             round_to=round_to,
-            benign=benign,
             folder=self.folder / name,
         )
 
     def _candidate(self, name: str, dtype: str, exact_casts: bool = True) -> None:
         self.say(f"candidate in {dtype}" + ("" if exact_casts else ", XLA_FLAGS as found"))
+        if isinstance(self.candidate, CandidateFn):
+            self.settings[name] = self.candidate.run(
+                self.sequences, dtype=dtype, exact_casts=exact_casts, folder=self.folder / name
+            )
+            return
         self.settings[name] = run_candidate(
             self.candidate.path,
             self.sequences,
@@ -109,24 +119,31 @@ class Legs:
 
     def _noise(self, stored: str | None) -> dict:
         """Summary of the reference against itself with benign changes; from the cache where nothing changed."""
-        chosen = calibrate.sample(self.sequences)
-        sequences = [self.sequences[i] for i in chosen]
-
-        def measure() -> dict:
-            self._reference("ref32-benign", "float32", stored, sequences, benign=True)
-            stats = [self._pair("ref32", i, "ref32-benign", k, self.sequences[i]) for k, i in enumerate(chosen)]
-            return metrics.summarise(metrics.TokenStats.join(*stats), _positions(sequences))
-
+        if self.reference.kind == "record":
+            return self.reference.noise
         settings = {"round_to": stored, "benign": BENIGN, "threads": self.settings["ref32"]["threads"]}
-        key = calibrate.key_of(self.reference, sequences, settings, self.versions)
-        noise, kept = calibrate.cached(key, measure, self.recalibrate)
-        return {**noise, "from_cache": kept, "changes": list(BENIGN)}
+        return calibrate.reference_noise(
+            self.reference,
+            self.sequences,
+            plain=self.folder / "ref32",
+            run=lambda sequences, folder: run_reference(
+                self.reference.path,
+                self.reference.config,
+                sequences,
+                dtype="float32",
+                round_to=stored,
+                benign=True,
+                folder=folder,
+            ),
+            folder=self.folder / "ref32-benign",
+            facts=[settings, self.versions],
+            again=self.recalibrate,
+        )
 
     def _compare(self, a: str, b: str) -> list[metrics.TokenStats]:
-        return [self._pair(a, i, b, i, s) for i, s in enumerate(self.sequences)]
-
-    def _pair(self, a: str, i: int, b: str, k: int, sequence: Sequence) -> metrics.TokenStats:
-        return metrics.token_stats(self._logits(a, i), self._logits(b, k), sequence.tokens)
+        return [
+            metrics.token_stats(self._logits(a, i), self._logits(b, i), s.tokens) for i, s in enumerate(self.sequences)
+        ]
 
     def _logits(self, run: str, index: int) -> np.ndarray:
         return np.load(self.folder / run / f"{index}.npy", mmap_mode="r")
@@ -139,7 +156,7 @@ class Legs:
     def _summary(self, stats: list, packed: bool = False) -> dict:
         rows = [s for s in self.sequences if bool(s.documents) == packed]
         joined = metrics.TokenStats.join(*stats)
-        return metrics.summarise(joined, _positions(rows)) | {"distribution": distributions(joined)}
+        return metrics.summarise(joined, positions(rows)) | {"distribution": distributions(joined)}
 
     def _worst(self, stats: list, a: str, b: str) -> list[dict]:
         """The tokens with the largest |delta logit|, worst first; a NaN counts as the largest."""
@@ -171,19 +188,21 @@ class Legs:
         return [[int(i), float(row[0, i])] for i in metrics.top(row)[0]]
 
 
-def _positions(sequences: list[Sequence]) -> np.ndarray:
-    """Position of every token within its document."""
-    return np.concatenate([np.arange(len(tokens)) for s in sequences for tokens, _ in s.parts()])
-
-
-def main_dtype(source: Source) -> str:
+def main_dtype(source: Source | Recorded) -> str:
     """The dtype of most of a checkpoint's bytes."""
+    if source.kind == "record":
+        return source.dtype
     sizes: dict[str, int] = {}
     for tensor in source.tensors.values():
         sizes[str(tensor.dtype)] = sizes.get(str(tensor.dtype), 0) + tensor.nbytes
     return max(sizes, key=sizes.get)
 
 
-def narrower(reference: Source, candidate: Source) -> str | None:
-    """The dtype to round the reference's weights to before the float32 leg: the candidate's, where it holds fewer bits."""
+def narrower(reference: Source, candidate: Source | CandidateFn) -> str | None:
+    """The dtype to round the reference's weights to before the float32 leg: the candidate's, where it holds fewer bits.
+
+    What a candidate function reads is known where its checkpoint could be opened.
+    """
+    if isinstance(candidate, CandidateFn):
+        return narrower(reference, candidate.source) if candidate.source else None
     return main_dtype(candidate) if main_dtype(reference) == "float32" != main_dtype(candidate) else None

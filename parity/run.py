@@ -16,9 +16,11 @@ from ..convert.sources import open_source
 from ..olmo_jax.config import SLIDING
 from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import rope_tables, tables_hash
-from . import batches, gate, identity, metrics
+from . import batches, calibrate, gate, gradients, identity, metrics
+from .candidate_fn import open_candidate
 from .legs import Legs, main_dtype, narrower
-from .reference import require_torch
+from .recorded import is_record, open_record, write_record
+from .reference import require_torch, run_reference
 from .weights import weight_differences
 
 SCHEMA = "olmo-parity/report/1"
@@ -37,42 +39,62 @@ class GateOptions:
     allow_unknown_keys: tuple[str, ...] = ()
     profile: str = "default"  # of gate.PROFILES
     limits: Mapping[str, float] = field(default_factory=dict)  # by gate.LIMIT_NAMES, instead of the profile's
+    candidate_fn: str | None = None  # package.module:function, the candidate instead of olmo_jax
+    gradients: bool = False  # loss and the gradient of every parameter too
+    z_loss: float | None = None  # its coefficient in the loss; None leaves it out
     recalibrate: bool = False  # measure the reference's noise again, whatever the cache holds
     settings_file: Path | None = None  # the parity.toml that some of these came from
 
 
 def run_gate(
-    reference: Path, candidate: Path, options: GateOptions = GateOptions(), say: Callable[[str], None] = lambda _: None
+    reference: Path,
+    candidate: Path | None,
+    options: GateOptions = GateOptions(),
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict:
-    """Compare a Hugging Face folder with an Orbax tree; returns the record that every report is made from.
+    """Compare a Hugging Face folder, or a record of one, with an Orbax tree; returns the record that every report is made from.
 
+    With options.candidate_fn the model tested is that function's, and candidate, which may be None, is what it is given.
     say gets a line about each step. Raises BadInput where no verdict can be given.
     """
     started = time.monotonic()
-    require_torch()
-    ref, cand = _open(reference, candidate, options)
+    ref, cand, function = _open(reference, candidate, options)
     sequences = _sequences(ref, cand, options)
-    differing = ref.config.differences(cand.config)
+    gradients.check(options, ref, sequences)
+    unread = function.unread if function else ""  # why config and weights are not compared
+    differing = ref.config.differences(cand.config) if cand else []
     criteria = [
-        gate.count_criterion("config fields that differ", "config", len(differing), "fields"),
+        gate.count_criterion("config fields that differ", "config", len(differing), "fields", unread=unread),
         gate.count_criterion(
             "layer types with scaling that must not have it", "config", _scaled_sliding(ref.config), "layer types"
         ),
     ]
     say("hashing both sides")
-    sides = {"reference": _side(ref), "candidate": _side(cand)}  # before the run: check-report sees a later change
-    say("comparing weights")
-    weights = weight_differences(ref, cand)
+    sides = {
+        "reference": _side(ref),
+        "candidate": _side(cand) if cand else {},
+    }  # before the run: check-report sees a later change
+    if function:
+        sides["candidate"] = function.side(sides["candidate"])
+    weights = []
+    if cand:
+        say("comparing weights")
+        recorded = ref.kind == "record"
+        weights = ref.weight_differences(cand) if recorded else weight_differences(ref, cand)
     criteria.append(
         gate.count_criterion(
-            "weights that differ", "weights", len(weights), "tensors", on=not options.weights_may_differ
+            "weights that differ", "weights", len(weights), "tensors", not options.weights_may_differ, unread=unread
         )
     )
     folder = Path(tempfile.mkdtemp(prefix="olmo-parity-"))
     try:
         legs = Legs(
-            ref, cand, sequences, folder, versions(), options.recalibrate, options.allow_unknown_keys, say
+            ref, function or cand, sequences, folder, versions(), options.recalibrate, options.allow_unknown_keys, say
         ).run()
+        trained = None
+        if options.gradients:
+            round_to, into = narrower(ref, cand), folder / "gradients"
+            trained = gradients.run_gradients(ref, cand, sequences, into, options.z_loss, round_to, say)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     profile = gate.PROFILES[options.profile]
@@ -85,6 +107,9 @@ def run_gate(
         bfloat16["statistics"], bfloat16["own_noise"], bfloat16["ratio"], profile, options.limits
     )
     covered = batches.coverage(ref.config, sequences)
+    if trained:
+        criteria += gradients.gradient_criteria(trained)
+        covered.append(gradients.gradient_coverage(trained))
     uncovered = [c["what"] for c in covered if not c["covered"] and c["what"] not in options.accept_uncovered]
     unknown = sorted(set(options.accept_uncovered) - {c["what"] for c in covered})
     open_questions = gate.noise_faults(float32["noise"], profile)
@@ -105,6 +130,7 @@ def run_gate(
         "open_questions": open_questions,
         "criteria": [c.record() for c in criteria],
         "legs": legs,
+        "gradients": trained,
         "profile": profile.name,
         "published_kl": gate.PUBLISHED_KL,
         "labels": gate.labels(criteria, float32["statistics"]),
@@ -122,6 +148,52 @@ def run_gate(
     }
 
 
+def record_reference(
+    reference: Path, target: Path, options: GateOptions = GateOptions(), say: Callable[[str], None] = lambda _: None
+) -> dict:
+    """Run the reference alone and keep what a gate needs of it in the folder target; returns what was written.
+
+    `run_gate(target, candidate)` then needs no torch. Raises BadInput.
+    """
+    require_torch()
+    source = open_source(reference, allow_unknown_keys=options.allow_unknown_keys)
+    if source.kind != "hf":
+        raise BadInput(f"{reference} is of the {source.kind} form; a Hugging Face folder is wanted")
+    sequences = _sequences(source, source, options)
+
+    def run(dtype: str, round_to: str | None, folder: Path, chosen=None, benign: bool = False) -> dict:
+        say(f"reference in {dtype}" + (", benignly changed" if benign else ""))
+        return run_reference(
+            source.path,
+            source.config,
+            chosen or sequences,
+            dtype=dtype,
+            round_to=round_to,
+            benign=benign,
+            folder=folder,
+        )
+
+    def noise(plain: Path) -> dict:
+        with tempfile.TemporaryDirectory(prefix="olmo-parity-") as folder:
+            return calibrate.reference_noise(
+                source,
+                sequences,
+                plain=plain,
+                run=lambda chosen, folder: run("float32", None, folder, chosen, benign=True),
+                folder=Path(folder) / "benign",
+                facts=[versions()],
+                again=options.recalibrate,
+            )
+
+    facts = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "dtype": main_dtype(source),
+        "side": _side(source),
+        "versions": versions(),
+    }
+    return write_record(target, source, sequences, run, noise, facts)
+
+
 def versions() -> dict[str, str]:
     """Versions of Python, the platform and every package that takes part, without importing them."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
@@ -133,22 +205,38 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _open(reference: Path, candidate: Path, options: GateOptions):
-    ref = open_source(reference, allow_unknown_keys=options.allow_unknown_keys)
-    cand = open_source(candidate, allow_unknown_keys=options.allow_unknown_keys)
+def _open(reference: Path, candidate: Path | None, options: GateOptions):
+    """Reference, candidate's checkpoint (None where only its function reads it), the candidate function or None."""
+    if is_record(reference):
+        ref = open_record(reference)
+        if options.batch is not None or options.only_batch:
+            raise BadInput("a record brings its own prompts: leave --batch and --only-batch to olmo-parity record")
+    else:
+        require_torch()
+        ref = open_source(reference, allow_unknown_keys=options.allow_unknown_keys)
+    function = None
+    if options.candidate_fn:
+        function = open_candidate(options.candidate_fn, candidate, ref.config, options.allow_unknown_keys)
+        cand = function.source
+    else:
+        cand = open_source(candidate, allow_unknown_keys=options.allow_unknown_keys)
     faults = []
-    if ref.kind != "hf":
-        faults.append(f"--reference {reference} is of the {ref.kind} form; a Hugging Face folder is wanted")
-    if cand.kind != "orbax":
+    if ref.kind not in ("hf", "record"):
+        faults.append(
+            f"--reference {reference} is of the {ref.kind} form; a Hugging Face folder or a record of one is wanted"
+        )
+    if cand and not function and cand.kind != "orbax":
         faults.append(f"--candidate {candidate} is of the {cand.kind} form; an Orbax tree is wanted")
-    if ref.config.vocab_size != cand.config.vocab_size:
+    if cand and ref.config.vocab_size != cand.config.vocab_size:
         faults.append(
             f"vocabularies differ: {ref.config.vocab_size} in the reference, {cand.config.vocab_size} in the candidate. "
             "Was a padded vocabulary converted, or another tokenizer's model?"
         )
     if faults:
         raise BadInput("these two cannot be compared", faults)
-    return ref, cand
+    if ref.kind == "record" and cand:
+        ref.check_belongs(cand)
+    return ref, cand, function
 
 
 def _sequences(ref, cand, options: GateOptions) -> list[batches.Sequence]:
@@ -156,9 +244,11 @@ def _sequences(ref, cand, options: GateOptions) -> list[batches.Sequence]:
         raise BadInput(
             "--only-batch leaves out the built-in sequences, and no --batch was given: nothing would be compared"
         )
+    if ref.kind == "record":
+        return ref.sequences()
     found = [] if options.only_batch else batches.built_in(ref.config)
     if options.batch is not None:
-        beside = (Path(side.path) / "tokenizer.json" for side in (ref, cand))
+        beside = (Path(side.path) / "tokenizer.json" for side in (ref, cand) if side)
         tokenizer = next((p for p in beside if p.is_file()), None)
         found += batches.read_prompts(options.batch, ref.config, tokenizer, options.max_tokens)
     return found
@@ -205,6 +295,8 @@ def _sequence_record(s) -> dict:
 
 
 def _side(source) -> dict:
+    if source.kind == "record":
+        return source.side
     return {
         "path": str(source.path),
         "form": source.kind,
@@ -219,11 +311,11 @@ def _side(source) -> dict:
 
 def _notes(ref, cand, sequences: Sequence, unknown: list[str]) -> list[str]:
     notes = [f"reference config: {n}" for n in ref.config.notes]
-    notes += [f"candidate config: {n}" for n in cand.config.notes if n not in ref.config.notes]
+    notes += [f"candidate config: {n}" for n in (cand.config.notes if cand else ()) if n not in ref.config.notes]
     for side, source in (("reference", ref), ("candidate", cand)):
-        if source.config.allowed_unknown_keys:
+        if source and source.config.allowed_unknown_keys:
             notes.append(f"{side} config: let through unread: {', '.join(source.config.allowed_unknown_keys)}")
-    if narrower(ref, cand):
+    if cand and narrower(ref, cand):
         notes.append(
             f"the candidate is stored in {main_dtype(cand)}, the reference in {main_dtype(ref)}: "
             "the reference's weights were rounded alike before they were compared and run"

@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
+from . import gate
 from .run import GateOptions
 
 FILE = "parity.toml"
 PATH, TEXT, TEXTS = "a path", "text", "a list of text"
-FLAG, COUNT, NUMBERS = "true or false", "a whole number above 0", "a table of numbers of at least 0"
+FLAG, COUNT, NUMBER, NUMBERS = (
+    "true or false",
+    "a whole number above 0",
+    "a number of at least 0",
+    "a table of numbers of at least 0",
+)
 KEYS = {  # as the command line spells them, with _ for -
     "reference":          PATH,
     "candidate":          PATH,
@@ -20,6 +26,9 @@ KEYS = {  # as the command line spells them, with _ for -
     "only_batch":         FLAG,
     "max_tokens":         COUNT,
     "profile":            TEXT,
+    "candidate_fn":       TEXT,
+    "gradients":          FLAG,
+    "z_loss":             NUMBER,
     "limits":             NUMBERS,
     "accept_uncovered":   TEXTS,
     "weights_may_differ": FLAG,
@@ -47,7 +56,7 @@ class Choice:
     """Everything that one run of the gate needs."""
 
     reference: Path
-    candidate: Path
+    candidate: Path | None
     reports: dict[str, Path | None]
     options: GateOptions
 
@@ -62,16 +71,25 @@ def choose(given: dict, settings: Settings) -> Choice:
     values = settings.values | given
     values["limits"] = settings.values.get("limits", {}) | _limits(given.get("limit", []))
     values.pop("limit", None)
-    lacking = [f"--{name}" for name in ("reference", "candidate") if name not in values]
+    needed = ("reference",) if values.get("candidate_fn") else ("reference", "candidate")
+    lacking = [f"--{name}" for name in needed if name not in values]
     if lacking:
         where = f"in {settings.file}" if settings.file else f"in a {FILE} here or above"
         raise BadInput(f"{' and '.join(lacking)} is wanted, as an option or {where} (olmo-parity --help)")
-    reference, candidate = values.pop("reference"), values.pop("candidate")
+    _known("profile", [values["profile"]] if "profile" in values else [], gate.PROFILES)
+    _known("limit", values["limits"], gate.LIMIT_NAMES)
+    reference, candidate = values.pop("reference"), values.pop("candidate", None)
     reports = {name: values.pop(name, None) for name in REPORTS}
     if "allow_unknown_key" in values:
         values["allow_unknown_keys"] = values.pop("allow_unknown_key")
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     return Choice(reference, candidate, reports, GateOptions(**options, settings_file=settings.file))
+
+
+def _known(kind: str, names, known) -> None:
+    for name in names:
+        if name not in known:
+            raise BadInput(f"unknown {kind} {name!r}: was {_nearest(name, known)!r} meant? Known: {', '.join(known)}")
 
 
 def _limits(pairs: list[str]) -> dict[str, float]:
@@ -115,8 +133,7 @@ def load(config: Path | None, no_config: bool) -> Settings:
             if not isinstance(value, dict):
                 faults.append(f"{key} is {value!r}, a table [{key}] is wanted")
         elif key not in KEYS:
-            near = difflib.get_close_matches(key.replace("-", "_"), [*KEYS, *SECTIONS], n=1, cutoff=0)
-            faults.append(f"unknown key {key!r}: was {near[0]!r} meant?")
+            faults.append(f"unknown key {key!r}: was {_nearest(key.replace('-', '_'), [*KEYS, *SECTIONS])!r} meant?")
         elif not _fits(value, KEYS[key]):
             faults.append(f"{key} is {value!r}, {KEYS[key]} is wanted")
         else:
@@ -131,6 +148,10 @@ def find(folder: Path) -> Path | None:
     return next((f / FILE for f in (folder, *folder.parents) if (f / FILE).is_file()), None)
 
 
+def _nearest(name: str, known) -> str:
+    return difflib.get_close_matches(name, list(known), n=1, cutoff=0)[0]
+
+
 def _fits(value, kind: str) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind in (PATH, TEXT):
@@ -139,6 +160,8 @@ def _fits(value, kind: str) -> bool:
         return isinstance(value, bool)
     if kind == COUNT:
         return number and isinstance(value, int) and value > 0
+    if kind == NUMBER:
+        return _is_limit(value)
     if kind == TEXTS:
         return isinstance(value, list) and all(isinstance(v, str) and v for v in value)
     return isinstance(value, dict) and all(_is_limit(v) for v in value.values())

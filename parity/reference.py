@@ -6,6 +6,8 @@ import gc
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +48,7 @@ def run_reference(
     dtype: str,
     round_to: str | None = None,
     benign: bool = False,
+    streamed: bool = False,
     folder: Path,
 ) -> dict:
     """Load the checkpoint once in dtype, check it, and write folder/<index>.npy, logits [T, V] float32, a sequence each.
@@ -53,48 +56,65 @@ def run_reference(
     round_to rounds the loaded float32 weights to bfloat16 or float16 first, as a candidate stored that way holds them;
     this is also what shows the cost of bfloat16 arithmetic apart from that of bfloat16 storage. benign changes what must not matter
     (BENIGN), to measure the reference's own noise. Eager attention, one sequence at a time, no padding, no cache. The model
-    is released before returning. Raises BadInput where the live module is not what the config says.
+    is released before returning. streamed holds one layer at a time (streamed_reference.py) and gives the same numbers.
+    Raises BadInput where the live module is not what the config says.
     """
     import torch
     import transformers
 
+    from . import streamed_reference  # here, because it is made of parts of this file
+
     folder.mkdir()
-    model = _load(source, getattr(torch, dtype), torch, transformers)
+    if streamed:
+        model = streamed_reference.empty_model(source, torch, transformers)
+    else:
+        model = _load(source, getattr(torch, dtype), torch, transformers)
     if benign:
         model.set_attn_implementation("sdpa")
     check_reference(model, config, transformers.__version__)
     with torch.no_grad():
-        if round_to:
-            for parameter in model.parameters():
-                parameter.copy_(parameter.to(getattr(torch, round_to)))
-        for index, sequence in enumerate(sequences):
-            impose_window(model, config, sequence.window)
-            alone = {}  # a document that occurs twice is run once
-            for tokens, first in sequence.parts():
-                key = tokens.tobytes()
-                if key not in alone:
-                    alone[key] = _forward(model, tokens, first, benign, torch)
-            logits = np.concatenate([alone[tokens.tobytes()] for tokens, _ in sequence.parts()])
-            if logits.shape[1] != config.vocab_size:
-                raise BadInput(
-                    f"the reference gave {logits.shape[1]} logits a token, the config says {config.vocab_size}"
-                )
-            np.save(folder / f"{index}.npy", logits)
+        if streamed:
+            streamed_reference.write_logits(
+                model, source, config, sequences, dtype=dtype, round_to=round_to, benign=benign, folder=folder
+            )
+        else:
+            _write_logits(model, config, sequences, round_to, benign, folder, torch)
         impose_window(model, config, None)
         keys = visible_keys(model, config)
     settings = {
         "implementation": "transformers Olmo3ForCausalLM",
         "attention": model.config._attn_implementation,
         "dtype": dtype,
-        "device": str(next(model.parameters()).device),
+        "device": "cpu" if streamed else str(next(model.parameters()).device),
         "threads": torch.get_num_threads(),
         "weights_rounded_to": round_to,
+        "streamed": streamed,
         "benign_changes": list(BENIGN) if benign else [],
         "visible_keys": keys,
     }
     del model
     gc.collect()
     return settings
+
+
+def _write_logits(
+    model, config: Olmo3Config, sequences: list[Sequence], round_to: str | None, benign: bool, folder: Path, torch
+) -> None:
+    """The logits of a model that holds all its weights, a sequence at a time."""
+    if round_to:
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(getattr(torch, round_to)))
+    for index, sequence in enumerate(sequences):
+        impose_window(model, config, sequence.window)
+        alone = {}  # a document that occurs twice is run once
+        for tokens, first in sequence.parts():
+            key = tokens.tobytes()
+            if key not in alone:
+                alone[key] = _forward(model, tokens, first, benign, torch)
+        logits = np.concatenate([alone[tokens.tobytes()] for tokens, _ in sequence.parts()])
+        if logits.shape[1] != config.vocab_size:
+            raise BadInput(f"the reference gave {logits.shape[1]} logits a token, the config says {config.vocab_size}")
+        np.save(folder / f"{index}.npy", logits)
 
 
 def _forward(model, tokens: np.ndarray, first: int, benign: bool, torch) -> np.ndarray:
@@ -106,15 +126,30 @@ def _forward(model, tokens: np.ndarray, first: int, benign: bool, torch) -> np.n
     positions = torch.arange(first, first + len(tokens))[None]
     if not benign:
         return model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float().numpy()
+    with other_thread_count(torch):
+        hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0, :length]
+        head = model.get_output_embeddings()
+        parts = [head_part(head, rows, hidden, True, torch) for rows in head.weight.split(HEAD_ROWS)]
+        return torch.cat(parts, dim=-1).float().numpy()
+
+
+def head_part(head, rows, hidden, benign: bool, torch):
+    """Logits [T, R] of some rows [R, D] of the head for hidden [T, D].
+
+    A benign change sums in the other order; the whole head's reordered copy would be as large as the head.
+    """
+    if benign:
+        return torch.nn.functional.linear(hidden.flip(-1), rows.flip(-1))
+    return torch.func.functional_call(head, {"weight": rows}, (hidden,))
+
+
+@contextmanager
+def other_thread_count(torch) -> Iterator[None]:
+    """One thread instead of several, or two instead of one: sums are split elsewhere."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if threads > 1 else 2)
     try:
-        hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0, :length]
-        head = model.get_output_embeddings().weight
-        parts = [  # the head's rows a few thousand at a time: its reordered copy would be as large as the head
-            torch.nn.functional.linear(hidden.flip(-1), rows.flip(-1)) for rows in head.split(HEAD_ROWS)
-        ]
-        return torch.cat(parts, dim=-1).float().numpy()
+        yield
     finally:
         torch.set_num_threads(threads)
 
@@ -154,10 +189,15 @@ def visible_keys(model, config: Olmo3Config) -> dict[str, list[list[int]]]:
     return counts
 
 
-def _load(source: Path, dtype, torch, transformers):
-    """from_pretrained with dtype=: building and then casting would round the rotary frequencies too."""
+def require_olmo3(transformers) -> None:
+    """Raise BadInput where the installed transformers is older than OLMo 3."""
     if not hasattr(transformers, "Olmo3ForCausalLM"):
         raise BadInput(f"transformers {transformers.__version__} has no OLMo 3: 4.57 or 5.13 and later do")
+
+
+def _load(source: Path, dtype, torch, transformers):
+    """from_pretrained with dtype=: building and then casting would round the rotary frequencies too."""
+    require_olmo3(transformers)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     model, info = transformers.Olmo3ForCausalLM.from_pretrained(

@@ -108,8 +108,12 @@ class Criterion:
         return {**asdict(self), "passed": self.passed, "margin": self.margin}
 
 
-def count_criterion(name: str, leg: str, count: int, what: str, on: bool = True, reason: str = "") -> Criterion:
-    """Something that must not occur at all."""
+def count_criterion(
+    name: str, leg: str, count: int, what: str, on: bool = True, reason: str = "", unread: str = ""
+) -> Criterion:
+    """Something that must not occur at all. unread says why it was not counted: then it is off, and its value NaN."""
+    if unread:
+        return Criterion(name, leg, math.nan, 0, what, f"not compared: {unread}", on=False)
     return Criterion(name, leg, count, 0, what, reason or "any is a difference", on)
 
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
+from . import gradients
 
 MOST_NAMED = 8  # fields or tensors listed before the rest is only counted
 
@@ -107,7 +108,8 @@ def mark(criterion: dict) -> str:
     """ok, FAIL or off, as tables say it."""
     if criterion["on"]:
         return "ok" if criterion["passed"] else "FAIL"
-    return "off" if criterion["passed"] else "off (differs)"
+    # A value of NaN that does not decide was never measured.
+    return "off" if criterion["passed"] or math.isnan(float(criterion["value"])) else "off (differs)"
 
 
 def uncovered(record: dict) -> list[dict]:
@@ -133,8 +135,28 @@ def where(record: dict) -> list[str]:
                 f"{name}: worst at {w['sequence']} position {w['position']} (token {w['token']}), logit of token "
                 f"{w['logit_of_token']}: |delta| {float(w['abs_delta_logit']):.3g}, KL {float(w['kl']):.3g}"
             )
+    lines += gradient_lines(record) if gradients.LEG in failed else []
     lines += [f"points at: {label}" for label in record["labels"]]
     return lines if record["verdict"] == "fail" else []
+
+
+def gradient_lines(record: dict) -> list[str]:
+    """Both losses and norms, and the parameters that are furthest off."""
+    found = record["gradients"]
+    lines = [
+        f"gradients: {what} {float(found[key]['reference'] if key == 'global_norm' else found[key]['reference']['loss']):.8g} "
+        f"in the reference, {float(found[key]['candidate'] if key == 'global_norm' else found[key]['candidate']['loss']):.8g} "
+        f"in the candidate"
+        for key, what in (("loss", "loss"), ("global_norm", "global norm"))
+    ]
+    lines += [f"gradients: {fault}" for fault in found["faults"][:MOST_NAMED]]
+    for row in found["worst"][:3]:
+        cosine = "undefined" if row["cosine"] is None else f"{float(row['cosine']):.6f}"
+        lines.append(
+            f"gradients: {row['name']} relative L2 error {float(row['relative_error']):.3g}, cosine {cosine}, norm "
+            f"{float(row['norm_reference']):.3g} in the reference, {float(row['norm_candidate']):.3g} in the candidate"
+        )
+    return lines
 
 
 def advice(record: dict) -> list[str]:
@@ -149,6 +171,8 @@ def advice(record: dict) -> list[str]:
         lines.append("the logits are judged on unequal models: put config and weights right before reading them")
     elif "float32" in failed:
         lines.append("same weights, another function: look at rotary tables, masks, norms and head layout")
+    elif gradients.LEG in failed and "float32" not in failed:
+        lines.append("the forward passes agree in float32: look at the loss, custom gradients and stop_gradient")
     elif "bfloat16" in failed:
         lines.append("float32 agrees, so this is precision: look at where casts stand, and at XLA_FLAGS")
     if record["verdict"] == "inconclusive" and uncovered(record):
@@ -213,7 +237,7 @@ def console(record: dict) -> str:
     lines += ["", *(f"  note: {note}" for note in record["notes"])]
     for side in ("reference", "candidate"):
         s = record[side]
-        lines.append(f"  {side}  {s['path']} ({s['dtype']})  weights {s['weights_sha256'][:12]}")
+        lines.append(f"  {side}  {s['path']} ({s['dtype']})  weights {(s['weights_sha256'] or 'not read')[:12]}")
     lines.append(f"  settings   {record['settings_file'] or 'no parity.toml was used'}")
     lines.append(f"  made       {record['created']}, {record['seconds']:.0f} s")
     return "\n".join(lines)

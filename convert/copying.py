@@ -12,7 +12,7 @@ from .checkpoint import Tensor
 from .layout import non_finite, transposed
 from .mapping import TRANSPOSED, Weight
 from .orbax_io import ITEM
-from .orbax_write import Leaf, TreeWriter, chunk_shape
+from .orbax_write import Leaf, TreeWriter, chunk_shape, store_errors
 
 SMALL_BYTES = 1 << 20  # leaves up to this size share a commit: each commit waits for the disk (5 ms and more)
 GROUP_BYTES = 8 << 20  # held in memory until it is committed
@@ -92,6 +92,11 @@ def copy_group(
 
     Raises NonFiniteError naming every tensor of the group that holds such values.
     """
+    with store_errors(writers[moves[0].item].item):
+        return _copy_group(moves, writers, allow_nonfinite, progress)
+
+
+def _copy_group(moves, writers, allow_nonfinite, progress) -> list[dict]:
     transaction = writers[moves[0].item].transaction() if len(moves) > 1 else None
     entries, faults = [], []
     try:

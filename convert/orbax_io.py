@@ -112,7 +112,7 @@ class TreeReader:
             try:
                 store = future.result()
             except (ValueError, OSError) as error:
-                faults.append(f"{path} in {self.item}: {_first_line(error)}")
+                faults.append(f"{path} in {self.item}: {first_line(error)}")
                 continue
             self._open[path] = store
             chunk = store.chunk_layout.write_chunk.shape or store.shape
@@ -132,7 +132,7 @@ class TreeReader:
         try:
             return np.asarray((store[index] if index else store).read(order="C").result())
         except (ValueError, OSError) as error:
-            raise BadInput(f"{path} in {self.item} cannot be read: {_first_line(error)}") from None
+            raise BadInput(f"{path} in {self.item} cannot be read: {first_line(error)}") from None
 
     def open(self, path: str):
         """The TensorStore of one array."""
@@ -203,7 +203,7 @@ def _is_step(folder: Path) -> bool:
     return any((folder / name).exists() for name in (*STEP_FILES, "olmo_config.json"))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """TensorStore's own words without its source locations, which say nothing to a user."""
     return re.sub(
         r"\s*\[(source locations|tensorstore_spec|transform|domain)=.*", "", str(error), flags=re.DOTALL

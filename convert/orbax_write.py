@@ -6,21 +6,26 @@ need not exist in memory, and JAX is not imported.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from .orbax_io import TREE_FILE
+from ..olmo_jax.errors import BadInput
+from .orbax_io import TREE_FILE, first_line
 
 CHUNK_BYTES = 64 << 20  # a restore of one shard reads whole chunks; four of these are in memory for each worker
 HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 COMPRESSION = ("zstd", "none")
 ZSTD_LEVEL = 1
+STORE_STATUS = re.compile(r"[A-Z_]+: ")  # how TensorStore's messages begin: RESOURCE_EXHAUSTED: ...
 OPTIMIZER = "optimizer"  # the second item of a step, where optimizer state is brought along
 
 
@@ -116,6 +121,20 @@ class TreeWriter:
             "custom_metadata": None,
         }
         (self.item / TREE_FILE).write_text(json.dumps(metadata), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def store_errors(item: Path) -> Iterator[None]:
+    """Turn TensorStore's errors into OSError with the folder's name: a full disk is no fault of the input."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, BadInput) or not STORE_STATUS.match(str(error)):
+            raise
+        full = "No space left" in str(error) or "RESOURCE_EXHAUSTED" in str(error)
+        text = "the disk is full" if full else f"the store could not be written ({first_line(error)})"
+        kept = "what is finished is kept: run the same command again to go on"
+        raise OSError(errno.ENOSPC if full else errno.EIO, f"{text}; {kept}", str(item)) from None
 
 
 def finish_step(step: Path, items: Iterable[str], started_ns: int) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -305,3 +308,42 @@ def test_read_back_notices_what_was_laid_out_wrongly(tiny, tmp_path, monkeypatch
     with pytest.raises(BadInput, match="layers/0/self_attn/q_proj/kernel.*differs from model.layers.0"):
         hf2orbax(tiny, tmp_path / "0", quiet=True)
     assert list(tmp_path.iterdir()) == [tiny]
+
+
+SAVE_ON_EIGHT_DEVICES = """
+import sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import v1
+assert jax.device_count() == 8
+mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+tree = v1.load(sys.argv[1])
+def spread(x):
+    axes = [n if x.shape[i] % k == 0 else None for i, (n, k) in enumerate((("a", 2), ("b", 4))[: x.ndim])]
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+v1.save(sys.argv[2], jax.tree.map(spread, tree))
+"""
+
+
+def test_a_tree_that_eight_devices_saved_is_read_and_inspected_on_one(converted, tmp_path):
+    run, tensors, config = converted
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", SAVE_ON_EIGHT_DEVICES, str(run / "0"), str(tmp_path / "0")]
+    subprocess.run(command, env=environment, check=True)
+    shutil.copy(run / "0" / "olmo_config.json", tmp_path / "0")
+    assert_holds(read_tree(tmp_path), tensors, config)
+    done = run_convert("inspect", tmp_path)
+    assert done.returncode == 0 and "47 tensors" in done.stdout, done.stderr
+    source = open_source(tmp_path)
+    assert all(same_bits(tensor.read(), tensors[name]) for name, tensor in source.tensors.items())
+
+
+@pytest.mark.parametrize(("ocdbt", "zarr3"), [(True, True), (True, False), (False, True), (False, False)])
+def test_trees_that_orbax_saved_in_other_formats_are_read(ocdbt, zarr3, tmp_path):
+    import orbax.checkpoint as ocp
+
+    tree = {"layers": {"0": {"kernel": np.arange(12, dtype=np.float32).reshape(3, 4)}}, "norm": np.ones(3, BF16)}
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)).save(tmp_path / "t", tree)
+    restored = read_tree(tmp_path / "t")
+    assert same_bits(restored["layers"]["0"]["kernel"], tree["layers"]["0"]["kernel"])
+    assert same_bits(restored["norm"], tree["norm"])

@@ -270,3 +270,21 @@ def test_a_write_that_fails_in_mid_run_leaves_no_target(small, tmp_path, monkeyp
     with pytest.raises(OSError, match="No space left"):
         hf2orbax(small[0], tmp_path / "0", quiet=True)
     assert not (tmp_path / "0").exists()
+
+
+def test_a_disk_that_fills_up_in_mid_run_is_a_sentence_and_the_next_run_goes_on(tmp_path):
+    """A limit on the size of files stands in for the full disk: the store's own writes fail in the middle."""
+    config = tiny_config(num_hidden_layers=2, intermediate_size=9000)
+    tensors = random_tensors(config)
+    write_hf(tmp_path / "hf", tensors, config)
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000)); "
+        "from olmo_parity.cli import convert_main; sys.argv[0] = 'olmo-convert'; convert_main()"
+    )
+    command = [sys.executable, "-c", code, "hf2orbax", str(tmp_path / "hf"), str(tmp_path / "0")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "run the same command again" in done.stderr and str(tmp_path) in done.stderr
+    assert not (tmp_path / "0").exists()
+    hf2orbax(tmp_path / "hf", tmp_path / "0", quiet=True)
+    assert_holds(read_tree(tmp_path / "0"), tensors, from_hf(config))

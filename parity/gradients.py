@@ -160,15 +160,16 @@ def compare(reference: Path, candidate: Path, names: list[str], first: dict, sec
     if rows and total == 0:
         raise BadInput("the reference's gradient is zero in every parameter: nothing would be compared")
     for row in rows:
-        row["relative_error"] = row.pop("error") / np.maximum(row["norm_reference"], SHARE * total)
+        with np.errstate(invalid="ignore"):  # NaN and infinity make NaN, which fails
+            row["relative_error"] = float(row.pop("error") / np.maximum(row["norm_reference"], SHARE * total))
         row["share_of_global_norm"] = row["norm_reference"] / total
-    order = np.argsort([-r["relative_error"] if r["relative_error"] == r["relative_error"] else -np.inf for r in rows])
+    worst = sorted(rows, key=_badness, reverse=True)[:WORST]
     return {
         "loss": {"reference": _loss(first), "candidate": _loss(second)},
         "global_norm": {"reference": total, "candidate": total_candidate},
         "faults": faults,
         "parameters": rows,
-        "worst": [rows[i] for i in order[:WORST]],
+        "worst": worst,
         # Losing such a gradient whole would not be seen, or hardly.
         "unresolved": [r["name"] for r in rows if r["norm_reference"] <= 10 * GRADIENT_ERROR.value * SHARE * total],
         "reference": first["settings"],
@@ -194,6 +195,12 @@ def _sums(a: np.ndarray, b: np.ndarray) -> dict:
         "cosine": cosine,
         "nonfinite": nonfinite,
     }
+
+
+def _badness(row: dict) -> tuple:
+    """For sorting: a gradient that is not finite is the worst, and makes every other's relative error NaN."""
+    error = row["relative_error"]
+    return row["nonfinite"] > 0, error if error == error else math.inf
 
 
 def _loss(side: dict) -> dict:

@@ -52,13 +52,18 @@ def prepare(reports: dict[str, Path | None], inputs: list[Path | None]) -> None:
     if faults:
         raise BadInput("the reports cannot be written", faults)
     for path in given.values():
-        if path.is_file():
+        if _is_ours(path):
             path.unlink()
 
 
+def _is_ours(path: Path) -> bool:
+    """A plain file may be removed and replaced. A link may not: /dev/stdout is one, to a file where output is redirected."""
+    return path.is_file() and not path.is_symlink()
+
+
 def _write(path: Path, text: str) -> None:
-    """Replace path atomically; something like /dev/stdout is written as it is."""
-    if path.exists() and not path.is_file():
+    """Replace path atomically; a link or a device is written through."""
+    if path.exists() and not _is_ours(path):
         path.write_text(text, encoding="utf-8")
         return
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

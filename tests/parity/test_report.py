@@ -313,15 +313,24 @@ def test_reports_that_could_not_be_written_are_refused_before_the_work(tmp_path,
         report.prepare({name: tmp_path / path for name, path in reports.items()}, [])
 
 
-def test_writing_replaces_a_file_whole_and_leaves_a_device_alone(tmp_path, monkeypatch):
+def test_writing_replaces_a_file_whole_and_leaves_nothing_beside_it(tmp_path):
     target = tmp_path / "r.json"
     target.write_text("old")
     report.write_reports(record(), target, tmp_path / "j.xml", tmp_path / "m.md", None)
     assert json.loads(target.read_text())["verdict"] == "pass"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["j.xml", "m.md", "r.json"]
-    (tmp_path / "out").symlink_to("/dev/null")
-    report.write_reports(record(), tmp_path / "out", None, None, None)
-    assert (tmp_path / "out").is_symlink()
+
+
+def test_a_link_such_as_dev_stdout_is_written_through_and_neither_removed_nor_replaced(tmp_path):
+    redirected, link = tmp_path / "redirected", tmp_path / "stdout"
+    redirected.write_text("earlier output")
+    link.symlink_to(redirected)
+    report.prepare({"json": link}, [])
+    assert link.is_symlink() and redirected.read_text() == "earlier output"
+    report.write_reports(record(), link, None, None, None)
+    assert link.is_symlink() and json.loads(redirected.read_text())["verdict"] == "pass"
+    (tmp_path / "device").symlink_to("/dev/null")
+    report.write_reports(record(), tmp_path / "device", None, None, None)
     assert Path("/dev/null").is_char_device()
 
 

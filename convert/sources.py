@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from .safetensors_io import DTYPE_CODES, DTYPES
 
 CONFIG = "config.json"
 ORBAX_CONFIG = "olmo_config.json"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # allenai/Olmo-3-1025-7B
 
 
 def open_source(
@@ -28,7 +30,11 @@ def open_source(
     one BadInput; with strict=False faults of the tensors are kept in `Source.faults` instead. vocabulary says what becomes
     of the padding rows of OLMo-core's embedding and head: cut, keep, or check (refuse where there are any).
     """
+    if "://" in str(path):
+        raise BadInput(f"{path} is not on this machine: remote stores are not read. Copy the folder here first")
     given = Path(path).expanduser()
+    if HUB_ID.fullmatch(str(path)) and not given.exists():
+        raise BadInput(f"{path} does not exist. Is it a hub id? Download it first and name its snapshot folder")
     if not str(path).strip() or not given.exists():
         raise BadInput(f"{str(path)!r} does not exist" if not given.is_symlink() else f"{given} is a dangling symlink")
     if not given.is_dir():

@@ -252,7 +252,7 @@ def test_random_damage_to_the_metadata_never_runs_or_crashes(native):
     good = (native / "model_and_optim" / ".metadata").read_bytes()
     rng = np.random.default_rng(0)
     refused = 0
-    for _ in range(150):
+    for _ in range(40):
         bad = bytearray(good)
         for _ in range(3):
             bad[int(rng.integers(len(bad)))] = int(rng.integers(256))
@@ -260,7 +260,7 @@ def test_random_damage_to_the_metadata_never_runs_or_crashes(native):
             unpickle(bytes(bad), METADATA_NAMES, ".metadata")
         except BadInput:
             refused += 1
-    assert refused > 10
+    assert refused > 3
 
 
 def spoil(native: Path, how: str) -> str:

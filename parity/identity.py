@@ -99,7 +99,8 @@ def _leaves(source: Source) -> Iterator[tuple]:
 def _chunks(reader: TreeReader, leaf) -> Iterator[np.ndarray]:
     starts = (range(0, n, step) for n, step in zip(leaf.shape, leaf.chunk_shape, strict=True))
     for corner in itertools.product(*starts):
-        yield reader.read(leaf.path, tuple(slice(a, a + n) for a, n in zip(corner, leaf.chunk_shape, strict=True)))
+        ends = (min(a + n, size) for a, n, size in zip(corner, leaf.chunk_shape, leaf.shape, strict=True))
+        yield reader.read(leaf.path, tuple(slice(a, end) for a, end in zip(corner, ends, strict=True)))
 
 
 def _tensors(source: Source) -> Iterator[tuple]:

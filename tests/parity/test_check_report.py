@@ -274,6 +274,15 @@ def test_the_command_answers_with_its_exit_code(tree, tmp_path, good):
     assert code == 1 and text.startswith("NO")
 
 
+def test_every_chunk_is_hashed_also_a_last_one_that_is_not_full_and_as_the_manifest_has_it(tmp_path):
+    convert = [BIN / "olmo-convert", "hf2orbax", CHECKPOINT, tmp_path / "0", "--chunk-bytes", "3000"]
+    subprocess.run(convert, check=True, capture_output=True)
+    written = json.loads((tmp_path / "0" / "manifest.json").read_text())["tensors"]
+    assert any(n % c for t in written for n, c in zip(t["shape"], t["chunk_shape"], strict=True))  # the point of this
+    found = identity.tensor_hashes(open_source(tmp_path / "0"))
+    assert {path: sha for path, (_, _, sha) in found.items()} == {t["target_path"]: t["target_sha256"] for t in written}
+
+
 def test_the_code_hash_sees_every_file_of_the_package(tmp_path):
     package = Path(check.__file__).parents[1]
     for part in ("olmo_jax", "convert", "parity"):

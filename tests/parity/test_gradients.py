@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from olmo_parity.convert.mapping import apply_layout, weights
+from olmo_parity.convert.pipeline import hf2orbax
 from olmo_parity.convert.sources import open_source
 from olmo_parity.olmo_jax import layers, model
 from olmo_parity.olmo_jax.errors import BadInput
@@ -242,6 +243,19 @@ def test_gradients_that_are_zero_but_for_rounding_do_not_fail_a_right_model(plai
     assert max(by_own_norm) > 0.1  # the usual denominator would have failed it
     covered = gradients.gradient_coverage(result.record)
     assert not covered["covered"] and "q_proj" in covered["detail"]  # and a right verdict is not claimed of them
+
+
+def test_the_whole_leg_runs_the_candidate_from_its_tree_in_a_process_of_its_own(plain, tmp_path):
+    tree = tmp_path / "tree" / "0"
+    hf2orbax(str(plain.source.path), str(tree), quiet=True)
+    candidate = open_source(tree)
+    record = gradients.run_gradients(plain.source, candidate, plain.sequences, tmp_path / "run", Z_LOSS)
+    assert gate.judge(gradients.gradient_criteria(record), [], 1).exit_code == gate.PASS
+    assert record["targets"] == 125 and record["candidate"]["matmul_precision"] == "highest"
+    json.dumps(record)
+    (tree / "olmo_config.json").unlink()
+    with pytest.raises(BadInput, match="cannot be used"):
+        gradient_sides.run_jax_gradients(tree, plain.sequences, tmp_path / "broken")
 
 
 SETTINGS = {"loss": 1.0, "nll": 1.0, "z": 0.0, "settings": {}}

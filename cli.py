@@ -42,6 +42,13 @@ def gate(
         bool, typer.Option("--gradients/--no-gradients", help="Loss and the gradient of every parameter too.")
     ] = False,
     z_loss: Annotated[float | None, typer.Option(min=0, help="Its coefficient in the loss, 1e-5 for OLMo.")] = None,
+    streamed: Annotated[
+        bool | None,
+        typer.Option(
+            "--streamed/--no-streamed",
+            help="One layer in memory at a time; by default where the whole model does not fit.",
+        ),
+    ] = None,
     limit: Annotated[list[str] | None, typer.Option(help="NAME=VALUE: a limit set by hand, marked as such.")] = None,
     accept_uncovered: Annotated[list[str] | None, typer.Option(help="Pass although this was not covered.")] = None,
     weights_may_differ: Annotated[

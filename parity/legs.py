@@ -34,6 +34,7 @@ class Legs:
     folder: Path
     versions: dict[str, str]
     recalibrate: bool
+    streamed: bool  # one layer of the model in memory at a time, on both sides
     allow_unknown_keys: tuple[str, ...]
     say: Callable[[str], None]
 
@@ -98,6 +99,7 @@ class Legs:
             self.sequences,
             dtype=dtype,
             round_to=round_to,
+            streamed=self.streamed,
             folder=self.folder / name,
         )
 
@@ -113,6 +115,7 @@ class Legs:
             self.sequences,
             dtype=dtype,
             exact_casts=exact_casts,
+            streamed=self.streamed,
             folder=self.folder / name,
             allow_unknown_keys=self.allow_unknown_keys,
         )
@@ -133,6 +136,7 @@ class Legs:
                 dtype="float32",
                 round_to=stored,
                 benign=True,
+                streamed=self.streamed,
                 folder=folder,
             ),
             folder=self.folder / "ref32-benign",

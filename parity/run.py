@@ -16,7 +16,7 @@ from ..convert.sources import open_source
 from ..olmo_jax.config import SLIDING
 from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import rope_tables, tables_hash
-from . import batches, calibrate, gate, gradients, identity, metrics
+from . import batches, calibrate, footprint, gate, gradients, identity, metrics
 from .candidate_fn import open_candidate
 from .legs import Legs, main_dtype, narrower
 from .recorded import is_record, open_record, write_record
@@ -42,6 +42,7 @@ class GateOptions:
     candidate_fn: str | None = None  # package.module:function, the candidate instead of olmo_jax
     gradients: bool = False  # loss and the gradient of every parameter too
     z_loss: float | None = None  # its coefficient in the loss; None leaves it out
+    streamed: bool | None = None  # layer by layer; None: where the whole model does not fit into memory
     recalibrate: bool = False  # measure the reference's noise again, whatever the cache holds
     settings_file: Path | None = None  # the parity.toml that some of these came from
 
@@ -86,10 +87,23 @@ def run_gate(
             "weights that differ", "weights", len(weights), "tensors", not options.weights_may_differ, unread=unread
         )
     )
+    streamed, why = footprint.choose_streamed(
+        None if ref.kind == "record" else ref, None if function else cand, sequences, options.streamed
+    )
+    if why:
+        say(why)
     folder = Path(tempfile.mkdtemp(prefix="olmo-parity-"))
     try:
         legs = Legs(
-            ref, function or cand, sequences, folder, versions(), options.recalibrate, options.allow_unknown_keys, say
+            ref,
+            function or cand,
+            sequences,
+            folder,
+            versions(),
+            options.recalibrate,
+            streamed,
+            options.allow_unknown_keys,
+            say,
         ).run()
         trained = None
         if options.gradients:
@@ -141,7 +155,7 @@ def run_gate(
         "sequences": [_sequence_record(s) for s in sequences],
         **sides,
         "settings_file": str(options.settings_file) if options.settings_file else None,
-        "notes": _notes(ref, cand, sequences, unknown),
+        "notes": _notes(ref, cand, sequences, unknown) + ([f"run {why}"] if why else []),
         "versions": versions(),
         "code_sha256": identity.code_hash(),
         "seconds": round(time.monotonic() - started, 2),
@@ -160,6 +174,9 @@ def record_reference(
     if source.kind != "hf":
         raise BadInput(f"{reference} is of the {source.kind} form; a Hugging Face folder is wanted")
     sequences = _sequences(source, source, options)
+    streamed, why = footprint.choose_streamed(source, None, sequences, options.streamed)
+    if why:
+        say(why)
 
     def run(dtype: str, round_to: str | None, folder: Path, chosen=None, benign: bool = False) -> dict:
         say(f"reference in {dtype}" + (", benignly changed" if benign else ""))
@@ -170,6 +187,7 @@ def record_reference(
             dtype=dtype,
             round_to=round_to,
             benign=benign,
+            streamed=streamed,
             folder=folder,
         )
 

@@ -29,6 +29,7 @@ KEYS = {  # as the command line spells them, with _ for -
     "candidate_fn":       TEXT,
     "gradients":          FLAG,
     "z_loss":             NUMBER,
+    "streamed":           FLAG,
     "limits":             NUMBERS,
     "accept_uncovered":   TEXTS,
     "weights_may_differ": FLAG,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from olmo_parity.convert.pipeline import hf2orbax
+from olmo_parity.convert.safetensors_io import read_header
 from olmo_parity.convert.sources import open_source
 from olmo_parity.olmo_jax.errors import BadInput
 
@@ -176,13 +177,27 @@ def test_offsets_that_overlap_leave_holes_or_do_not_fit_the_shape_are_refused(ch
     from .broken import _header, _write
 
     header, data = _header(ok_control)
-    offsets = header["model.norm.weight"]["data_offsets"]
+    offsets = header["model.layers.2.mlp.up_proj.weight"]["data_offsets"]
+    assert offsets[1] < len(data)  # not the last tensor: the end of the file tells nothing
     if change[0] == "start":
-        header["model.norm.weight"]["data_offsets"] = [o + change[1] for o in offsets]
+        header["model.layers.2.mlp.up_proj.weight"]["data_offsets"] = [o + change[1] for o in offsets]
     else:
-        header["model.norm.weight"]["data_offsets"] = [offsets[0], offsets[1] + change[1]]
+        header["model.layers.2.mlp.up_proj.weight"]["data_offsets"] = [offsets[0], offsets[1] + change[1]]
     _write(ok_control / "model.safetensors", header, data)
-    with pytest.raises(BadInput, match="model.norm.weight|cut short|overlap"):
+    with pytest.raises(BadInput, match="it overlaps|unaccounted|its data_offsets span"):
+        open_source(ok_control)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "{root}/outside.safetensors", "a/../../outside.safetensors"]
+)
+def test_a_shard_outside_the_folder_is_not_opened_even_if_it_is_a_good_file(name, ok_control, tmp_path):
+    shutil.move(ok_control / "model.safetensors", tmp_path / "outside.safetensors")
+    (ok_control / "a").mkdir()
+    names = [entry.name for entry in read_header(tmp_path / "outside.safetensors", [])]
+    index = {"weight_map": dict.fromkeys(names, name.format(root=tmp_path))}
+    (ok_control / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(BadInput, match="leaves the checkpoint folder: refused before opening it"):
         open_source(ok_control)
 
 

@@ -125,6 +125,7 @@ class Legs:
         if self.reference.kind == "record":
             return self.reference.noise
         settings = {"round_to": stored, "benign": BENIGN, "threads": self.settings["ref32"]["threads"]}
+        settings["streamed"] = self.streamed
         return calibrate.reference_noise(
             self.reference,
             self.sequences,

@@ -50,9 +50,10 @@ def tree(tmp_path_factory):
 
 
 def sequences_of(config):
-    """The built-in ones, and one from a late position under a window of its own."""
+    """The built-in ones, and two from a late position that differ in their windows alone."""
     tokens = np.arange(150, dtype=np.int32) * 7 % config.vocab_size
-    return [*batches.built_in(config), batches.Sequence("late", tokens, first_position=100, window=5)]
+    late = [batches.Sequence(f"late {w}", tokens, first_position=100, window=w) for w in (5, 9)]
+    return [*batches.built_in(config), *late]
 
 
 def reference_logits(name, folder, **options):
@@ -136,6 +137,16 @@ def test_a_slice_boundary_inside_the_vocabulary_changes_nothing(monkeypatch, tmp
     monkeypatch.setattr(streamed_reference, "SLICE_BYTES", 1000)
     streamed, _ = reference_logits(YARN, tmp_path / "streamed", dtype="float32", streamed=True)
     assert worst(whole, streamed) < 1e-5
+
+
+def test_slices_of_the_candidates_head_change_nothing_either(tree, tmp_path, monkeypatch):
+    from olmo_parity.parity import streamed_candidate
+
+    config = open_source(tree(YARN)).config
+    _, one = streamed_in_process(tree(YARN), config, tmp_path / "one")
+    monkeypatch.setattr(streamed_candidate, "HEAD_COLUMNS", 100)
+    _, many = streamed_in_process(tree(YARN), config, tmp_path / "many")
+    assert worst(one, many) < 1e-5
 
 
 def test_no_more_than_one_layer_holds_weights(monkeypatch, tmp_path):

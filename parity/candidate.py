@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from ..olmo_jax.config import Olmo3Config
-from ..olmo_jax.errors import BadInput
+from . import padded
 from .batches import Sequence, mask_length, probe_positions
+from .children import run_children, serve
+from .devices import Placement, gathered, jax_settings, start_jax
 
-# XLA leaves out casts to bfloat16 inside fused code unless told not to: then "where the reference casts, we cast" is true.
-NO_EXCESS_PRECISION = "--xla_allow_excess_precision=false"
 LENGTH_STEP = 128  # tokens; sequences are padded on the right to a multiple, so that few lengths are compiled
 
 
@@ -29,84 +25,71 @@ def run_candidate(
     exact_casts: bool = True,
     streamed: bool = False,
     allow_unknown_keys: tuple[str, ...] = (),
+    placement: Placement | None = None,
 ) -> dict:
     """Compute float32 logits of every sequence into folder/<index>.npy, in a child process; returns its settings.
 
     dtype, float32 or bfloat16, is that of weights and activations. exact_casts turns XLA's excess precision off; without it
     XLA_FLAGS are taken as found, which is what the user's training would run with. Padding stands after the real tokens, which cannot
-    see it, and is cut off before anything is written. streamed holds one layer at a time (streamed_candidate.py). Raises BadInput with the child's own sentence.
+    see it, and is cut off before anything is written. streamed holds one layer at a time (streamed_candidate.py). A whole
+    float32 run also writes the two of padded.py. placement: its mesh and processes are for whole runs. Without sequences
+    only the devices are tried. Raises BadInput with the child's own sentence.
     """
     folder.mkdir()
+    placement = placement or Placement()
     request = {
         "target": str(target),
         "dtype": dtype,
         "streamed": streamed,
-        "folder": str(folder),
+        "device": placement.candidate,
+        "mesh": placement.mesh,
+        "processes": placement.processes,
         "allow_unknown_keys": list(allow_unknown_keys),
         "sequences": [{**vars(s), "tokens": s.tokens.tolist()} for s in sequences],
     }
-    (folder / "request.json").write_text(json.dumps(request))
-    found = os.environ.get("XLA_FLAGS", "")
-    flags = f"{found} {NO_EXCESS_PRECISION}".strip() if exact_casts else found  # of two contrary flags the last counts
-    child = subprocess.run(
-        [sys.executable, "-m", "olmo_parity.parity.candidate", str(folder)],
-        env={**os.environ, "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-    )
-    answer = folder / "answer.json"
-    result = json.loads(answer.read_text()) if answer.exists() else {}
-    if "faults" in result:
-        raise BadInput(result["headline"], result["faults"])
-    if child.returncode or not result:
-        ending = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-        hint = " (out of memory?)" if child.returncode == -9 else ""
-        raise BadInput(f"the JAX side ended with {ending}{hint} in its {dtype} run: {child.stderr.strip()[-2000:]}")
-    return result
+    environment = placement.environment(exact_casts=exact_casts)
+    return run_children(__name__, folder, request, environment, f"the JAX side in its {dtype} run")
 
 
-def main(folder: Path) -> None:
-    """The child process: read request.json, write logits and answer.json."""
-    request = json.loads((folder / "request.json").read_text())
-    try:
-        answer = _run(request, folder)
-    except BadInput as error:
-        answer = {"headline": error.headline, "faults": list(error.faults)}
-    partial = folder / "answer.partial"
-    partial.write_text(json.dumps(answer))
-    partial.rename(folder / "answer.json")
-
-
-def _run(request: dict, folder: Path) -> dict:
-    import jax
+def _run(request: dict, folder: Path, index: int, address: str) -> dict:
+    """The child process: write logits, return settings."""
+    mesh = start_jax(request, index, address)  # before anything else of JAX
     import jax.numpy as jnp
 
     from ..convert.orbax_io import read_tree
     from ..convert.sources import open_source
+    from ..olmo_jax.sharding import restore
 
-    jax.config.update("jax_default_matmul_precision", "highest")  # float32 is float32 on GPU and TPU too
+    if not request["sequences"]:
+        return jax_settings(mesh)
     source = open_source(Path(request["target"]), allow_unknown_keys=tuple(request["allow_unknown_keys"]))
     dtype = getattr(jnp, request["dtype"])
     sequences = [
         Sequence(**{**s, "tokens": np.asarray(s["tokens"], np.int32), "documents": tuple(s["documents"])})
         for s in request["sequences"]
     ]
+    row = None
     if request["streamed"]:
         from .streamed_candidate import write_logits
 
         write_logits(source.path, source.config, sequences, dtype=dtype, folder=folder)
     else:
-        forward = forward_of(source.config, read_tree(source.path), dtype)
-        for index, sequence in enumerate(sequences):
-            np.save(folder / f"{index}.npy", forward(sequence))
+        tree = read_tree(source.path) if mesh is None else restore(source.path, source.config, mesh)
+        logits_of = logits_function(source.config, tree, dtype)
+        for number, sequence in enumerate(sequences):
+            logits = row_logits(logits_of, sequence)
+            if index == 0:
+                np.save(folder / f"{number}.npy", logits)
+        row = padded.row_of(sequences) if request["dtype"] == "float32" else None
+        if row:
+            padded.write_rows(logits_of, row, folder if index == 0 else None)
     return {
         "implementation": "olmo_jax",
         "dtype": request["dtype"],
         "streamed": request["streamed"],
-        "devices": [f"{d.platform}:{d.device_kind}" for d in jax.devices()],
+        "padded_row": row.id if row else None,
         "visible_keys": visible_keys(source.config),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "matmul_precision": jax.config.jax_default_matmul_precision,
+        **jax_settings(mesh),
         "versions": {name: __import__(name).__version__ for name in ("jax", "jaxlib", "flax")},
     }
 
@@ -115,6 +98,21 @@ def forward_of(config: Olmo3Config, tree: dict, dtype) -> Callable[[Sequence], n
     """A function from a sequence of T tokens to logits [T, V] float32 of olmo_jax on these leaves.
 
     dtype is that of weights and activations.
+    """
+    logits_of = logits_function(config, tree, dtype)
+    return lambda sequence: row_logits(logits_of, sequence)
+
+
+def row_logits(logits_of: Callable, sequence: Sequence) -> np.ndarray:
+    """Logits [T, V] of one sequence, run padded on the right."""
+    length = len(sequence.tokens)
+    return logits_of(*padded_row(sequence, padded_length(length)), window=sequence.window)[0, :length]
+
+
+def logits_function(config: Olmo3Config, tree: dict, dtype) -> Callable[..., np.ndarray]:
+    """A function (tokens, positions, segment_ids, window=None), [B, T] -> float32 [B, T, V], of olmo_jax on these leaves.
+
+    Leaves that lie on a mesh stay there, and the compiler lays out the rest; the logits come back whole.
     """
     import jax
     import jax.numpy as jnp
@@ -126,19 +124,16 @@ def forward_of(config: Olmo3Config, tree: dict, dtype) -> Callable[[Sequence], n
     models = {}
 
     @nnx.jit
-    def logits_of(model, tokens, positions, segment_ids):
+    def run(model, tokens, positions, segment_ids):
         return model(tokens, positions, segment_ids).astype(jnp.float32)
 
-    def forward(sequence: Sequence) -> np.ndarray:
-        window = sequence.window
+    def logits_of(tokens, positions, segment_ids, window: int | None = None) -> np.ndarray:
         if window not in models:
             own = config if window is None else config.replace(sliding_window=window)
             models[window] = from_tree(own, tree, dtype=dtype)
-        length = len(sequence.tokens)
-        logits = logits_of(models[window], *padded_row(sequence, padded_length(length)))
-        return np.asarray(logits[0, :length])
+        return gathered(run(models[window], tokens, positions, segment_ids))
 
-    return forward
+    return logits_of
 
 
 def padded_length(tokens: int) -> int:
@@ -170,4 +165,4 @@ def visible_keys(config: Olmo3Config) -> dict[str, list[list[int]]]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    serve(_run)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -26,7 +24,9 @@ from ..olmo_jax.config import Olmo3Config
 from ..olmo_jax.config_hf import to_hf
 from ..olmo_jax.errors import BadInput
 from .batches import Sequence
-from .candidate import LENGTH_STEP, NO_EXCESS_PRECISION, padded_row
+from .candidate import LENGTH_STEP, padded_row
+from .children import run_children, serve
+from .devices import Placement, full_float32_jax, gathered, jax_settings, start_jax
 
 ACTIVATIONS = (
     "_activations"  # <function>_activations: a factory like make, of a function that gives {module name: array}
@@ -44,6 +44,7 @@ class CandidateFn:
     source: Source | None = None  # the checkpoint, where this package can read it too
     unread: str = ""  # why it cannot
     imported: dict = field(default_factory=dict)  # what a first import found: file and its hash
+    placement: Placement = field(default_factory=Placement)
 
     def run(self, sequences: list[Sequence], *, dtype: str, folder: Path, exact_casts: bool = True) -> dict:
         """Compute float32 logits of every sequence into folder/<index>.npy, in a child process; returns its settings.
@@ -56,29 +57,14 @@ class CandidateFn:
             "checkpoint": str(self.checkpoint.absolute()) if self.checkpoint else None,
             "config": to_hf(self.config),
             "dtype": dtype,
+            "device": self.placement.candidate,
+            "mesh": None,
+            "processes": self.placement.processes,
             "sequences": [{**vars(s), "tokens": s.tokens.tolist()} for s in sequences],
         }
-        (folder / "request.json").write_text(json.dumps(request))
-        found = os.environ.get("XLA_FLAGS", "")
-        flags = f"{found} {NO_EXCESS_PRECISION}".strip() if exact_casts else found
-        child = subprocess.run(
-            [sys.executable, "-m", "olmo_parity.parity.candidate_fn", str(folder)],
-            env={**os.environ, "XLA_FLAGS": flags},
-            capture_output=True,
-            text=True,
-        )
-        answer = folder / "answer.json"
-        result = json.loads(answer.read_text()) if answer.exists() else {}
-        if "headline" in result:
-            raise BadInput(result["headline"], result["faults"])
-        if child.returncode or not result:
-            ending = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-            hint = " (out of memory?)" if child.returncode == -9 else ""
-            raise BadInput(
-                f"--candidate-fn {self.spec} ended its process with {ending}{hint} in the {dtype} run: "
-                f"{child.stderr.strip()[-2000:]}"
-            )
-        return result
+        environment = self.placement.environment(exact_casts=exact_casts)
+        what = f"the process of --candidate-fn {self.spec} in its {dtype} run"
+        return run_children(__name__, folder, request, environment, what)
 
     def side(self, checkpoint: dict) -> dict:
         """The candidate's entry in the record. checkpoint: its own entry, {} where it cannot be read."""
@@ -94,7 +80,11 @@ class CandidateFn:
 
 
 def open_candidate(
-    spec: str, checkpoint: Path | None, config: Olmo3Config, allow_unknown_keys: tuple[str, ...] = ()
+    spec: str,
+    checkpoint: Path | None,
+    config: Olmo3Config,
+    allow_unknown_keys: tuple[str, ...] = (),
+    placement: Placement | None = None,
 ) -> CandidateFn:
     """The candidate function, imported once in a process of its own: a misspelt name is said before the work.
 
@@ -108,7 +98,7 @@ def open_candidate(
             source, unread = open_source(checkpoint, allow_unknown_keys), ""
         except BadInput as error:
             unread = f"only the candidate function can read {checkpoint}: {error.headline}"
-    function = CandidateFn(spec, checkpoint, config, source, unread)
+    function = CandidateFn(spec, checkpoint, config, source, unread, placement=placement or Placement())
     with tempfile.TemporaryDirectory(prefix="olmo-parity-") as folder:
         return replace(function, imported=function.run([], dtype="float32", folder=Path(folder) / "import"))
 
@@ -185,7 +175,7 @@ def _called(what: str, function: Callable, *arguments):
 def _checked(logits, wanted: tuple[int, int, int]) -> np.ndarray:
     """Logits as float32 [B, T, V]. NaN and infinity stay: they are wrong numbers, which the gate fails."""
     try:
-        array = np.asarray(logits)
+        array = gathered(logits)
         kind = "float" if array.dtype.name in ("float16", "bfloat16", "float32", "float64") else array.dtype.name
     except Exception as error:
         raise BadInput(f"the candidate's logits are a {type(logits).__name__}, an array is wanted: {error}") from None
@@ -211,27 +201,20 @@ def _last_lines() -> str:
     return "\n".join(traceback.format_exc().strip().splitlines()[-LAST_LINES:])
 
 
-def main(folder: Path) -> None:
-    """The child process: read request.json, write logits and answer.json."""
-    request = json.loads((folder / "request.json").read_text())
-    try:
-        answer = _run(request, folder)
-    except BadInput as error:
-        answer = {"headline": error.headline, "faults": list(error.faults)}
-    partial = folder / "answer.partial"
-    partial.write_text(json.dumps(answer))
-    partial.rename(folder / "answer.json")
-
-
-def _run(request: dict, folder: Path) -> dict:
+def _run(request: dict, folder: Path, index: int, address: str) -> dict:
+    """The child process: write logits, return settings."""
+    if request["device"] or request["processes"] > 1:
+        start_jax(request, index, address)  # before the function's module can touch JAX
     make, activations = load(request["spec"])
     if "jax" in sys.modules:  # float32 is float32 on GPU and TPU too, unless the function's own code says otherwise
-        sys.modules["jax"].config.update("jax_default_matmul_precision", "highest")
+        full_float32_jax()
     checkpoint = Path(request["checkpoint"]) if request["checkpoint"] else None
     forward = logits_of(make, checkpoint, request["config"], request["dtype"], request["config"]["vocab_size"])
-    for index, fields in enumerate(request["sequences"]):
+    for number, fields in enumerate(request["sequences"]):
         tokens, documents = np.asarray(fields["tokens"], np.int32), tuple(fields["documents"])
-        np.save(folder / f"{index}.npy", forward(Sequence(**{**fields, "tokens": tokens, "documents": documents})))
+        logits = forward(Sequence(**{**fields, "tokens": tokens, "documents": documents}))
+        if index == 0:
+            np.save(folder / f"{number}.npy", logits)
     settings = {
         "implementation": request["spec"],
         "file": inspect.getsourcefile(inspect.unwrap(make)),
@@ -241,12 +224,10 @@ def _run(request: dict, folder: Path) -> dict:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
     if "jax" in sys.modules:
-        jax = sys.modules["jax"]
-        settings["devices"] = [f"{d.platform}:{d.device_kind}" for d in jax.devices()]
-        settings["matmul_precision"] = jax.config.jax_default_matmul_precision
-        settings["versions"] = {"jax": jax.__version__}
+        settings |= jax_settings()
+        settings["versions"] = {"jax": sys.modules["jax"].__version__}
     return settings
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    serve(_run)

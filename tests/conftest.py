@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+# Tests compile the same few programs over and over, many of them in child processes: they share what was compiled.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 DATA = Path(__file__).parent / "data"
 FULL_SET = os.environ.get("OLMO_PARITY_FIXTURES")
 

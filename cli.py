@@ -29,6 +29,9 @@ def gate(
     context: typer.Context,
     reference: Annotated[Path | None, typer.Option(help="Hugging Face folder: the side believed.")] = None,
     candidate: Annotated[Path | None, typer.Option(help="Orbax tree: the side tested.")] = None,
+    also: Annotated[
+        str | None, typer.Option(help="core:DIR, AI2's OLMo-core model of that step folder as a second reference.")
+    ] = None,
     batch: Annotated[Path | None, typer.Option(help='Prompts, one {"id", "text"} or {"id", "tokens"} a line.')] = None,
     only_batch: Annotated[
         bool, typer.Option("--only-batch/--no-only-batch", help="Leave the built-in sequences out.")

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..convert.sources import Source
 from . import calibrate, metrics
+from .also import Also, third_side
 from .batches import Sequence, positions
 from .candidate import run_candidate
 from .candidate_fn import CandidateFn
@@ -37,6 +38,7 @@ class Legs:
     streamed: bool  # one layer of the model in memory at a time, on both sides
     allow_unknown_keys: tuple[str, ...]
     say: Callable[[str], None]
+    also: Also | None = None  # a third side of the float32 leg
 
     def __post_init__(self):
         self.settings: dict[str, dict] = {}
@@ -47,6 +49,9 @@ class Legs:
         self._reference("ref32", "float32", stored)
         noise = self._noise(stored)
         self._candidate("cand32", "float32")
+        if self.also:
+            self.say("OLMo-core's own model in float32")
+            self.settings["also32"] = self.also.run(self.sequences, stored, self.folder / "also32")
         rounded = "ref32"
         if "bfloat16" not in (stored, main_dtype(self.reference)):
             # The float32 side of the bfloat16 leg holds the same rounded weights: arithmetic is compared, not storage.
@@ -63,6 +68,7 @@ class Legs:
                 "compared": "reference float32 against candidate float32",
                 "statistics": self._summary(float32),
                 "packed": self._summary(packed, packed=True) if packed else None,
+                "also": self._also(),
                 "noise": noise,
                 "worst": self._worst(float32, "ref32", "cand32"),
                 "reference": self.settings["ref32"],
@@ -144,6 +150,21 @@ class Legs:
             facts=[settings, self.versions],
             again=self.recalibrate,
         )
+
+    def _also(self) -> dict | None:
+        """The third side against both others, packed rows included; None where there is none."""
+        if not self.also:
+            return None
+        names = {
+            "reference_candidate": ("ref32", "cand32"),
+            "reference_also": ("ref32", "also32"),
+            "candidate_also": ("cand32", "also32"),
+        }
+        at = positions(self.sequences)
+        pairs = {
+            name: metrics.summarise(metrics.TokenStats.join(*self._compare(a, b)), at) for name, (a, b) in names.items()
+        }
+        return third_side(pairs, self.also, self.settings["also32"])
 
     def _compare(self, a: str, b: str) -> list[metrics.TokenStats]:
         return [

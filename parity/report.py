@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
-from . import gradients
+from . import also, gradients
 
 MOST_NAMED = 8  # fields or tensors listed before the rest is only counted
 
@@ -133,6 +133,9 @@ def where(record: dict) -> list[str]:
     if record.get("trace") and record["trace"].get("first_divergence"):
         lines.append(f"trace: the first module that leaves its envelope is {record['trace']['first_divergence']}")
     failed = _failed_legs(record)
+    beside = record["legs"]["float32"].get("also")
+    if beside and beside["odd_one_out"]:
+        lines.append(f"three sides: {beside['odd_one_out']['sentence']}")
     for name, leg in record["legs"].items():
         if name in failed:
             w = leg["worst"][0]
@@ -180,6 +183,8 @@ def advice(record: dict) -> list[str]:
         lines.append("the forward passes agree in float32: look at the loss, custom gradients and stop_gradient")
     elif "bfloat16" in failed:
         lines.append("float32 agrees, so this is precision: look at where casts stand, and at XLA_FLAGS")
+    if also.LEG in failed:
+        lines.append("ask which of the three is wrong before anything else: a gate is worth no more than its reference")
     if record["verdict"] == "inconclusive" and uncovered(record):
         lines.append("leave out --only-batch, give longer prompts, or name it in --accept-uncovered")
     return lines
@@ -204,6 +209,7 @@ def statistics(name: str, leg: dict, published: float) -> list[str]:
         f"p99 {s['kl_p99']:.2e} max {s['kl_max']:.2e} nats, |delta logit| max {s['max_abs_delta_logit']:.2e} "
         f"mean {s['mean_abs_delta_logit']:.2e}, top-1 agreement {s['top1_agreement']:.2%}"
     ]
+    lines += also.lines(leg["also"]) if leg.get("also") else []
     if "own_noise" in leg:
         other = leg["against_reference_bfloat16"]["kl_mean"]
         lines.append(

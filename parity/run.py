@@ -16,7 +16,7 @@ from ..convert.sources import open_source
 from ..olmo_jax.config import SLIDING
 from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import rope_tables, tables_hash
-from . import batches, calibrate, footprint, gate, gradients, identity, metrics
+from . import also, batches, calibrate, footprint, gate, gradients, identity, metrics
 from .candidate_fn import open_candidate
 from .legs import Legs, main_dtype, narrower
 from .recorded import is_record, open_record, write_record
@@ -39,6 +39,7 @@ class GateOptions:
     allow_unknown_keys: tuple[str, ...] = ()
     profile: str = "default"  # of gate.PROFILES
     limits: Mapping[str, float] = field(default_factory=dict)  # by gate.LIMIT_NAMES, instead of the profile's
+    also: str | None = None  # core:DIR, AI2's own OLMo-core model as a third side of the float32 leg
     candidate_fn: str | None = None  # package.module:function, the candidate instead of olmo_jax
     gradients: bool = False  # loss and the gradient of every parameter too
     z_loss: float | None = None  # its coefficient in the loss; None leaves it out
@@ -62,6 +63,7 @@ def run_gate(
     ref, cand, function = _open(reference, candidate, options)
     sequences = _sequences(ref, cand, options)
     gradients.check(options, ref, sequences)
+    third = also.open_also(options.also, ref, sequences, options.allow_unknown_keys) if options.also else None
     unread = function.unread if function else ""  # why config and weights are not compared
     differing = ref.config.differences(cand.config) if cand else []
     criteria = [
@@ -104,6 +106,7 @@ def run_gate(
             streamed,
             options.allow_unknown_keys,
             say,
+            also=third,
         ).run()
         trained = None
         if options.gradients:
@@ -117,6 +120,11 @@ def run_gate(
     criteria += gate.float32_criteria(float32["statistics"], float32["noise"], profile, options.limits)
     if float32["packed"]:
         criteria += gate.packed_criteria(float32["packed"], float32["noise"], profile, options.limits)
+    if third:
+        pairs = float32["also"]["pairs"]
+        against, odd = also.judge(pairs, float32["noise"], profile, options.limits)
+        criteria += against
+        float32["also"]["odd_one_out"] = odd
     criteria += gate.bfloat16_criteria(
         bfloat16["statistics"], bfloat16["own_noise"], bfloat16["ratio"], profile, options.limits
     )

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
-from . import gate
+from . import also, gate
 from .run import GateOptions
 
 FILE = "parity.toml"
-PATH, TEXT, TEXTS = "a path", "text", "a list of text"
+PATH, TEXT, TEXTS, CORE = "a path", "text", "a list of text", "core: and a path"
 FLAG, COUNT, NUMBER, NUMBERS = (
     "true or false",
     "a whole number above 0",
@@ -22,6 +22,7 @@ FLAG, COUNT, NUMBER, NUMBERS = (
 KEYS = {  # as the command line spells them, with _ for -
     "reference":          PATH,
     "candidate":          PATH,
+    "also":               CORE,
     "batch":              PATH,
     "only_batch":         FLAG,
     "max_tokens":         COUNT,
@@ -138,7 +139,7 @@ def load(config: Path | None, no_config: bool) -> Settings:
         elif not _fits(value, KEYS[key]):
             faults.append(f"{key} is {value!r}, {KEYS[key]} is wanted")
         else:
-            values[key] = _at(file.parent, value) if KEYS[key] == PATH else value
+            values[key] = _placed(file.parent, value, KEYS[key])
     if faults:
         raise BadInput(f"{file} cannot be used", faults)
     return Settings(file, values)
@@ -155,6 +156,8 @@ def _nearest(name: str, known) -> str:
 
 def _fits(value, kind: str) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind == CORE:
+        return isinstance(value, str) and value.startswith(also.KIND) and value != also.KIND
     if kind in (PATH, TEXT):
         return isinstance(value, str) and bool(value)
     if kind == FLAG:
@@ -171,6 +174,13 @@ def _fits(value, kind: str) -> bool:
 def _is_limit(value) -> bool:
     # inf would never fail and nan never pass: neither is a limit
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def _placed(folder: Path, value, kind: str):
+    """A value whose path, if it holds one, is relative to the file's folder."""
+    if kind == CORE:
+        return f"{also.KIND}{_at(folder, value.removeprefix(also.KIND))}"
+    return _at(folder, value) if kind == PATH else value
 
 
 def _at(folder: Path, value: str) -> Path | str:

@@ -8,27 +8,29 @@ from ..convert.verify import differing
 SLICE_BYTES = 64 << 20  # read at a time from each side
 
 
-def weight_differences(reference: Source, candidate: Source) -> list[dict]:
+def weight_differences(
+    reference: Source, candidate: Source, sides: tuple[str, str] = ("the reference", "the candidate")
+) -> list[dict]:
     """One entry for every weight whose bits differ: weight, values (how many differ), first (HF index), sentence.
 
     Where the candidate is stored in another dtype, the reference is cast to it first (to nearest even, as a conversion
-    does). Both are read in HF orientation.
+    does). Both are read in HF orientation. sides are their names in sentences.
     """
     found = []
     for name in reference.tensors.keys() | candidate.tensors.keys():
-        entry = _compare(name, reference.tensors.get(name), candidate.tensors.get(name))
+        entry = _compare(name, reference.tensors.get(name), candidate.tensors.get(name), *sides)
         if entry:
             found.append(entry)
     order = {name: i for i, name in enumerate(reference.tensors)}
     return sorted(found, key=lambda e: (order.get(e["weight"], len(order)), e["weight"]))
 
 
-def _compare(name: str, a, b) -> dict | None:
+def _compare(name: str, a, b, first_side: str, second_side: str) -> dict | None:
     if a is None or b is None:
-        side = "reference" if a is None else "candidate"
-        return {"weight": name, "values": None, "first": None, "sentence": f"{name} is missing in the {side}"}
+        side = first_side if a is None else second_side
+        return {"weight": name, "values": None, "first": None, "sentence": f"{name} is missing in {side}"}
     if a.shape != b.shape:
-        sentence = f"{name} has shape {a.shape} in the reference, {b.shape} in the candidate"
+        sentence = f"{name} has shape {a.shape} in {first_side}, {b.shape} in {second_side}"
         return {"weight": name, "values": None, "first": None, "sentence": sentence}
     count, first = 0, None
     step = max(1, SLICE_BYTES * a.shape[0] // max(a.nbytes, 1))
@@ -44,6 +46,6 @@ def _compare(name: str, a, b) -> dict | None:
         return None
     sentence = (
         f"{name} differs in {count} values, first at HF index {first}: "
-        f"{values[0]:.6g} in the reference, {values[1]:.6g} in the candidate"
+        f"{values[0]:.6g} in {first_side}, {values[1]:.6g} in {second_side}"
     )
     return {"weight": name, "values": count, "first": first, "sentence": sentence}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,15 +124,16 @@ def logits_function(config: Olmo3Config, tree: dict, dtype) -> Callable[..., np.
     tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), tree)
     models = {}
 
-    @nnx.jit
-    def run(model, tokens, positions, segment_ids):
-        return model(tokens, positions, segment_ids).astype(jnp.float32)
+    # Not nnx.jit: it gives the parameters back as results, and XLA makes a copy of all weights for every window.
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(graph, state, tokens, positions, segment_ids):
+        return nnx.merge(graph, state)(tokens, positions, segment_ids).astype(jnp.float32)
 
     def logits_of(tokens, positions, segment_ids, window: int | None = None) -> np.ndarray:
         if window not in models:
             own = config if window is None else config.replace(sliding_window=window)
-            models[window] = from_tree(own, tree, dtype=dtype)
-        return gathered(run(models[window], tokens, positions, segment_ids))
+            models[window] = nnx.split(from_tree(own, tree, dtype=dtype))
+        return gathered(run(*models[window], tokens, positions, segment_ids))
 
     return logits_of
 

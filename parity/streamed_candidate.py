@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import jax
@@ -47,15 +48,24 @@ def write_logits(path: Path, config: Olmo3Config, sequences: list[Sequence], *, 
             file[:, start:stop] = np.asarray(_head(head, one)[0, : len(file)])
 
 
-@nnx.jit
-def _run(part, *arguments):
-    return part(*arguments)
+def _run(part: nnx.Module, *arguments):
+    """The compiled part. Not under nnx.jit, which gives the weights back as results: XLA would copy them."""
+    return _compiled(*nnx.split(part), *arguments)
 
 
-@nnx.jit
-def _head(part, x):  # [1, T, D] -> [1, T, columns] float32
-    logits = part.attend(x) if isinstance(part, Embedding) else part(x)
-    return logits.astype(jnp.float32)
+@functools.partial(jax.jit, static_argnums=0)
+def _compiled(graph, state, *arguments):
+    return nnx.merge(graph, state)(*arguments)
+
+
+def _head(part: Linear | Embedding, x) -> jax.Array:  # [1, T, D] -> [1, T, columns] float32
+    return _compiled_head(*nnx.split(part), x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compiled_head(graph, state, x):
+    part = nnx.merge(graph, state)
+    return (part.attend(x) if isinstance(part, Embedding) else part(x)).astype(jnp.float32)
 
 
 def _subtree(reader: TreeReader, config: Olmo3Config, prefix: str, dtype) -> dict:

@@ -52,6 +52,22 @@ def gate(
             help="One layer in memory at a time; by default where the whole model does not fit.",
         ),
     ] = None,
+    candidate_device: Annotated[
+        str | None, typer.Option(help="cpu, gpu or tpu: where JAX runs; by default what JAX finds.")
+    ] = None,
+    reference_device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda: where torch runs. On a TPU host it runs on the CPU, or give a record."),
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="fsdp=4,tensor=2: spread the candidate over all devices like that.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Of the candidate, under jax.distributed on this machine.")
+    ] = None,
+    override: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE in the config of both sides: sliding_window=64. Repeatable.")
+    ] = None,
     limit: Annotated[list[str] | None, typer.Option(help="NAME=VALUE: a limit set by hand, marked as such.")] = None,
     accept_uncovered: Annotated[list[str] | None, typer.Option(help="Pass although this was not covered.")] = None,
     weights_may_differ: Annotated[
@@ -109,13 +125,18 @@ def record(
     batch: Annotated[Path | None, typer.Option(help='Prompts, one {"id", "text"} or {"id", "tokens"} a line.')] = None,
     only_batch: Annotated[bool, typer.Option("--only-batch", help="Leave the built-in sequences out.")] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut longer prompts, and say so.")] = None,
+    reference_device: Annotated[str | None, typer.Option(help="cpu or cuda: where torch runs.")] = None,
     allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
 ) -> None:
     """Keep the reference's logits in a folder, for olmo-parity --reference FOLDER where torch is not installed."""
     from .parity.run import GateOptions, record_reference
 
     options = GateOptions(
-        batch=batch, only_batch=only_batch, max_tokens=max_tokens, allow_unknown_keys=tuple(allow_unknown_key or ())
+        batch=batch,
+        only_batch=only_batch,
+        max_tokens=max_tokens,
+        reference_device=reference_device,
+        allow_unknown_keys=tuple(allow_unknown_key or ()),
     )
     kept = record_reference(reference, target, options, say=_say)
     tokens = sum(len(s["tokens"]) for s in kept["sequences"])

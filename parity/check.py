@@ -124,6 +124,10 @@ def _check_judged(record: dict, report: Path) -> None:
             raise _No(
                 f"{report} judged {side['path']} by a function alone, its weights unread: give the gate a --candidate that it can read"
             )
+        if record.get("overrides"):
+            raise _No(
+                f"{report} judged a model with a changed config ({', '.join(record['overrides'])}), not the files'"
+            )
         function = side.get("function")
         if function and identity.file_hash(Path(side["function_file"])) != side["function_sha256"]:
             raise _No(f"{report} judged {function}, and {side['function_file']} was changed since: run the gate again")

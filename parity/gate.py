@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 
+from .metrics import BLOCK_TOKENS, MIN_BLOCKS
+
 PASS, FAIL, BAD_INPUT, INCONCLUSIVE = 0, 1, 2, 3  # exit codes
 VERDICTS = {PASS: "pass", FAIL: "fail", INCONCLUSIVE: "inconclusive"}
 PUBLISHED_KL = 1.5e-3  # nats per token, bfloat16: start line of a published 512-chip run
@@ -137,6 +139,18 @@ def packed_criteria(
     return [replace(c, name=f"packed documents: {c.name}") for c in float32_criteria(summary, noise, profile, limits)]
 
 
+def padded_criteria(
+    summary: dict | None, noise: dict, profile: Profile = DEFAULT, limits: dict | None = None, unread: str = ""
+) -> list[Criterion]:
+    """Of the candidate in float32, a row padded and batched against the same row alone: the limits of the float32 leg.
+
+    summary is None where neither was run, and unread says why.
+    """
+    if summary is None:
+        return [count_criterion("padded rows", "float32", 0, "rows", unread=unread)]
+    return [replace(c, name=f"padded rows: {c.name}") for c in float32_criteria(summary, noise, profile, limits)]
+
+
 def relative_delta(summary: dict) -> float:
     """The largest shift-free |delta logit| as a share of the spread of the reference's logits."""
     delta, spread = summary["max_abs_delta_logit_shift_free"], summary["spread_of_logits"]
@@ -193,14 +207,15 @@ def bfloat16_criteria(
         limit = noise
         reason = f"{profile.bfloat16_noise_multiple:g} times the reference's own bfloat16 noise of {own['kl_mean']:.2e}"
     kl = Criterion("mean KL", "bfloat16", summary["kl_mean"], limit, "nats per token", reason)
-    ratio_on = profile.bfloat16_ratio is not None or "bfloat16-ratio" in limits
+    enough = ratio["blocks"] >= MIN_BLOCKS
+    ratio_on = enough and (profile.bfloat16_ratio is not None or "bfloat16-ratio" in limits)
     ratio_limit = profile.bfloat16_ratio if profile.bfloat16_ratio is not None else DEFAULT.bfloat16_ratio
     upper = Criterion(
         "KL over the reference's own, upper end", "bfloat16", ratio["upper"], ratio_limit, "times",
         f"two right bfloat16 implementations are 0.9 to 1.1 times each other's noise; estimate {ratio['ratio']:.3g}, "
         f"one-sided 95% interval from {ratio['blocks']} blocks", on=ratio_on,
     )  # fmt: skip
-    bias_on = profile.bfloat16_bias is not None or "bfloat16-bias" in limits
+    bias_on = enough and (profile.bfloat16_bias is not None or "bfloat16-bias" in limits)
     bias = Criterion(
         "mean log-probability difference", "bfloat16", ratio["bias_in_standard_errors"],
         profile.bfloat16_bias if profile.bfloat16_bias is not None else DEFAULT.bfloat16_bias, "standard errors",
@@ -213,6 +228,12 @@ def bfloat16_criteria(
     ]
 
 
+def interval_coverage(blocks: int) -> dict:
+    """Whether there were tokens enough for the bfloat16 leg's interval, as an item of batches.coverage."""
+    detail = f"{blocks} blocks of {BLOCK_TOKENS} tokens; {MIN_BLOCKS} are needed for the bfloat16 leg's interval"
+    return {"what": "bfloat16_interval", "covered": blocks >= MIN_BLOCKS, "detail": detail}
+
+
 def finite_criterion(leg: str, summary: dict) -> Criterion:
     count = summary["nonfinite_logits_reference"] + summary["nonfinite_logits_candidate"]
     return count_criterion("finite logits", leg, count, "NaN or infinite logits")
@@ -221,8 +242,9 @@ def finite_criterion(leg: str, summary: dict) -> Criterion:
 def labels(criteria: list[Criterion], float32: dict) -> list[str]:
     """What the pattern of failures points at; each was checked by planting its cause (tests/parity/test_labels.py)."""
     failed = {c.leg for c in criteria if c.on and not c.passed}
-    packed = any(c.name.startswith("packed") and c.on and not c.passed for c in criteria)
-    plain = any(c.leg == "float32" and not c.name.startswith("packed") and c.on and not c.passed for c in criteria)
+    wrong = [c.name for c in criteria if c.leg == "float32" and c.on and not c.passed]
+    packed, padded = (any(n.startswith(kind) for n in wrong) for kind in ("packed", "padded"))
+    plain = any(not n.startswith(("packed", "padded")) for n in wrong)
     found = []
     if "bfloat16" in failed and "float32" not in failed:
         found.append(
@@ -230,6 +252,8 @@ def labels(criteria: list[Criterion], float32: dict) -> list[str]:
         )
     if packed and not plain:
         found.append("only packed rows differ: documents see each other, or positions do not start again")
+    if padded and not plain:
+        found.append("only padded rows differ: padding is seen, or one row of a batch sees another")
     rows = float32["by_position"]
     if plain and len(rows) > 2 and rows[0]["positions"] == [0, 0]:
         first, last = rows[0]["kl_mean"], rows[-1]["kl_mean"]

@@ -158,6 +158,7 @@ def run_jax_gradients(
     *,
     z_loss: float | None = None,
     allow_unknown_keys: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
 ) -> dict:
     """jax_gradients of an Orbax tree in a child process. Raises BadInput with the child's own sentence."""
     folder.mkdir()
@@ -169,7 +170,10 @@ def run_jax_gradients(
     }
     (folder / "request.json").write_text(json.dumps(request))
     child = subprocess.run(
-        [sys.executable, "-m", "olmo_parity.parity.gradient_sides", str(folder)], capture_output=True, text=True
+        [sys.executable, "-m", "olmo_parity.parity.gradient_sides", str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     answer = folder / "answer.json"
     result = json.loads(answer.read_text()) if answer.exists() else {}

@@ -44,6 +44,11 @@ LOSS = Limit(
     "1,000 entries and 2.4e-5 on the trained fixture",
 )
 
+Z_LOSS = Limit(
+    1e-5,
+    "Z_MEASURED; a z-loss left out or doubled is 1, one with a coefficient one percent off is 1e-2",
+)
+
 
 def run_gradients(
     reference: Source,
@@ -53,10 +58,11 @@ def run_gradients(
     z_loss: float | None = None,
     round_to: str | None = None,
     say: Callable[[str], None] = lambda _: None,
+    environment: dict[str, str] | None = None,
 ) -> dict:
     """Both sides' loss and gradients in float32 on these sequences, compared; returns the record of `compare`.
 
-    Whole models are held, first torch's, then olmo_jax's.
+    Whole models are held, first torch's, on the CPU, then olmo_jax's, in a process with this environment.
     """
     folder.mkdir()
     say("loss and gradients of the reference in float32")
@@ -70,6 +76,7 @@ def run_gradients(
         folder / "candidate",
         z_loss=z_loss,
         allow_unknown_keys=candidate.config.allowed_unknown_keys,
+        environment=environment,
     )
     say("comparing gradients")
     names = [w.hf for w in weights(reference.config)]
@@ -212,6 +219,8 @@ def gradient_criteria(record: dict) -> list[Criterion]:
     """Of the record of `compare`: everything compared, finite, and loss, global norm and worst parameter within limits."""
     mine, theirs = (record["loss"][side]["loss"] for side in ("reference", "candidate"))
     norm, norm_candidate = (record["global_norm"][side] for side in ("reference", "candidate"))
+    z, z_candidate = (record["loss"][side]["z"] for side in ("reference", "candidate"))
+    asked = record.get("z_loss")
     errors = [row["relative_error"] for row in record["parameters"]]
     worst = float(np.max(errors)) if errors else math.nan  # NaN stays NaN, and fails
     name = record["worst"][0]["name"] if record["worst"] else "none compared"
@@ -221,6 +230,15 @@ def gradient_criteria(record: dict) -> list[Criterion]:
             "finite gradients", LEG, sum(r["nonfinite"] for r in record["parameters"]), "NaN or infinite values"
         ),
         Criterion("loss difference / loss", LEG, _relative(mine, theirs), LOSS.value, "of the loss", LOSS.reason),
+        Criterion(
+            "z-loss difference / z-loss",
+            LEG,
+            _z_difference(z, z_candidate, asked or 0.0),
+            Z_LOSS.value,
+            "of the z-loss",
+            Z_LOSS.reason if asked or z or z_candidate else "no --z-loss was given",
+            on=bool(asked or z or z_candidate),
+        ),
         Criterion(
             "global norm difference / norm",
             LEG,
@@ -244,6 +262,17 @@ def _relative(reference: float, candidate: float) -> float:
     if reference == candidate:
         return 0.0
     return abs(candidate - reference) / abs(reference) if reference else math.inf
+
+
+def _z_difference(reference: float, candidate: float, coefficient: float) -> float:
+    """As a share of the reference's z-loss, or of the coefficient where that is larger: training drives the logsumexp towards
+    0, and its square's relative noise without bound. Left out of both sides it is infinite where it was asked for."""
+    if coefficient and reference == 0:
+        return math.inf
+    if reference == candidate:
+        return 0.0
+    scale = max(abs(reference), coefficient)
+    return abs(candidate - reference) / scale if scale else math.inf
 
 
 def gradient_coverage(record: dict) -> dict:

@@ -14,7 +14,9 @@ from .also import Also, third_side
 from .batches import Sequence, positions
 from .candidate import run_candidate
 from .candidate_fn import CandidateFn
+from .devices import Placement
 from .distribution import distributions
+from .padded import ALONE, BATCHED, row_of
 from .recorded import Recorded
 from .reference import BENIGN, run_reference
 
@@ -36,6 +38,7 @@ class Legs:
     versions: dict[str, str]
     recalibrate: bool
     streamed: bool  # one layer of the model in memory at a time, on both sides
+    placement: Placement  # where either side runs
     allow_unknown_keys: tuple[str, ...]
     say: Callable[[str], None]
     also: Also | None = None  # a third side of the float32 leg
@@ -68,6 +71,7 @@ class Legs:
                 "compared": "reference float32 against candidate float32",
                 "statistics": self._summary(float32),
                 "packed": self._summary(packed, packed=True) if packed else None,
+                "padded": self._padded(),
                 "also": self._also(),
                 "noise": noise,
                 "worst": self._worst(float32, "ref32", "cand32"),
@@ -106,6 +110,7 @@ class Legs:
             dtype=dtype,
             round_to=round_to,
             streamed=self.streamed,
+            device=self.placement.reference,
             folder=self.folder / name,
         )
 
@@ -124,6 +129,7 @@ class Legs:
             streamed=self.streamed,
             folder=self.folder / name,
             allow_unknown_keys=self.allow_unknown_keys,
+            placement=self.placement,
         )
 
     def _noise(self, stored: str | None) -> dict:
@@ -131,7 +137,7 @@ class Legs:
         if self.reference.kind == "record":
             return self.reference.noise
         settings = {"round_to": stored, "benign": BENIGN, "threads": self.settings["ref32"]["threads"]}
-        settings["streamed"] = self.streamed
+        settings |= {"streamed": self.streamed, "device": self.settings["ref32"]["device"]}
         return calibrate.reference_noise(
             self.reference,
             self.sequences,
@@ -144,12 +150,21 @@ class Legs:
                 round_to=stored,
                 benign=True,
                 streamed=self.streamed,
+                device=self.placement.reference,
                 folder=folder,
             ),
             folder=self.folder / "ref32-benign",
             facts=[settings, self.versions],
             again=self.recalibrate,
         )
+
+    def _padded(self) -> dict | None:
+        """The candidate's padded and batched row against the same row alone; None where it ran neither."""
+        if not self.settings["cand32"].get("padded_row"):
+            return None
+        alone, batched = (np.load(self.folder / "cand32" / name, mmap_mode="r") for name in (ALONE, BATCHED))
+        stats = metrics.token_stats(alone, batched, row_of(self.sequences).tokens[: len(alone)])
+        return metrics.summarise(metrics.TokenStats.join(stats), np.arange(len(alone)))
 
     def _also(self) -> dict | None:
         """The third side against both others, packed rows included; None where there is none."""

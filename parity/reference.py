@@ -16,6 +16,7 @@ from ..olmo_jax.config import FULL, SLIDING, Olmo3Config
 from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import RopeTable, rope_tables
 from .batches import Sequence, mask_length, probe_positions
+from .devices import full_float32_torch
 
 # What makes the reference a benignly changed version of itself; all of them at once.
 BENIGN = (
@@ -49,6 +50,7 @@ def run_reference(
     round_to: str | None = None,
     benign: bool = False,
     streamed: bool = False,
+    device: str = "cpu",
     folder: Path,
 ) -> dict:
     """Load the checkpoint once in dtype, check it, and write folder/<index>.npy, logits [T, V] float32, a sequence each.
@@ -56,8 +58,8 @@ def run_reference(
     round_to rounds the loaded float32 weights to bfloat16 or float16 first, as a candidate stored that way holds them;
     this is also what shows the cost of bfloat16 arithmetic apart from that of bfloat16 storage. benign changes what must not matter
     (BENIGN), to measure the reference's own noise. Eager attention, one sequence at a time, no padding, no cache. The model
-    is released before returning. streamed holds one layer at a time (streamed_reference.py) and gives the same numbers.
-    Raises BadInput where the live module is not what the config says.
+    is released before returning. streamed holds one layer at a time (streamed_reference.py), on the CPU, and gives the same
+    numbers. device is torch's name for where a whole model runs. Raises BadInput where the live module is not what the config says.
     """
     import torch
     import transformers
@@ -65,10 +67,13 @@ def run_reference(
     from . import streamed_reference  # here, because it is made of parts of this file
 
     folder.mkdir()
+    precision = full_float32_torch(device)
     if streamed:
         model = streamed_reference.empty_model(source, torch, transformers)
     else:
-        model = _load(source, getattr(torch, dtype), torch, transformers)
+        model = _load(source, getattr(torch, dtype), torch, transformers).to(
+            device
+        )  # no dtype: rotary tables keep theirs
     if benign:
         model.set_attn_implementation("sdpa")
     check_reference(model, config, transformers.__version__)
@@ -86,6 +91,7 @@ def run_reference(
         "attention": model.config._attn_implementation,
         "dtype": dtype,
         "device": "cpu" if streamed else str(next(model.parameters()).device),
+        **precision,
         "threads": torch.get_num_threads(),
         "weights_rounded_to": round_to,
         "streamed": streamed,
@@ -122,15 +128,16 @@ def _forward(model, tokens: np.ndarray, first: int, benign: bool, torch) -> np.n
     length = len(tokens)
     if benign:
         tokens = np.pad(tokens, (0, BENIGN_PADDING))
-    ids = torch.from_numpy(tokens.astype(np.int64))[None]
-    positions = torch.arange(first, first + len(tokens))[None]
+    device = next(model.parameters()).device
+    ids = torch.from_numpy(tokens.astype(np.int64))[None].to(device)
+    positions = torch.arange(first, first + len(tokens), device=device)[None]
     if not benign:
-        return model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float().numpy()
+        return model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float().cpu().numpy()
     with other_thread_count(torch):
         hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0, :length]
         head = model.get_output_embeddings()
         parts = [head_part(head, rows, hidden, True, torch) for rows in head.weight.split(HEAD_ROWS)]
-        return torch.cat(parts, dim=-1).float().numpy()
+        return torch.cat(parts, dim=-1).float().cpu().numpy()
 
 
 def head_part(head, rows, hidden, benign: bool, torch):

@@ -196,9 +196,27 @@ def provenance(record: dict) -> list[tuple[str, str]]:
     for side in ("reference", "candidate"):
         for key in ("path", "form", "dtype", "weights_sha256", "config_sha256"):
             rows.append((f"{side} {key}", str(record[side][key])))
+        rows.append((f"{side} ran on", ran_on(record["legs"]["float32"][side])))
     rows.append(("settings file", record["settings_file"] or "none"))
     rows += [(f"version of {name}", value) for name, value in record["versions"].items()]
     return [*rows, ("code_sha256", record["code_sha256"])]
+
+
+def ran_on(settings: dict) -> str:
+    """Devices, mesh, attention and float32 products of one side's run, as they were read back."""
+    devices = settings.get("devices") or [settings.get("device", "unknown device")]
+    parts = [f"{devices.count(d)} x {d}" if devices.count(d) > 1 else d for d in dict.fromkeys(devices)]
+    if settings.get("mesh"):
+        parts.append("mesh " + ",".join(f"{axis}={size}" for axis, size in settings["mesh"].items()))
+    if settings.get("processes", 1) > 1:
+        parts.append(f"{settings['processes']} processes")
+    if settings.get("attention"):
+        parts.append(f"attention {settings['attention']}")
+    if settings.get("matmul_precision"):
+        parts.append(f"matmul precision {settings['matmul_precision']}")
+    if settings.get("float32_products_in_full"):
+        parts.append("float32 products in full")
+    return ", ".join(parts)
 
 
 def statistics(name: str, leg: dict, published: float) -> list[str]:
@@ -249,6 +267,7 @@ def console(record: dict) -> str:
     for side in ("reference", "candidate"):
         s = record[side]
         lines.append(f"  {side}  {s['path']} ({s['dtype']})  weights {(s['weights_sha256'] or 'not read')[:12]}")
+        lines.append(f"    on {ran_on(record['legs']['float32'][side])}")
     lines.append(f"  settings   {record['settings_file'] or 'no parity.toml was used'}")
     lines.append(f"  made       {record['created']}, {record['seconds']:.0f} s")
     return "\n".join(lines)

@@ -16,7 +16,8 @@ from ..convert.sources import open_source
 from ..olmo_jax.config import SLIDING
 from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import rope_tables, tables_hash
-from . import also, batches, calibrate, footprint, gate, gradients, identity, metrics
+from . import also, batches, calibrate, devices, footprint, gate, gradients, identity, metrics, overrides
+from .candidate import run_candidate
 from .candidate_fn import open_candidate
 from .legs import Legs, main_dtype, narrower
 from .recorded import is_record, open_record, write_record
@@ -44,6 +45,11 @@ class GateOptions:
     gradients: bool = False  # loss and the gradient of every parameter too
     z_loss: float | None = None  # its coefficient in the loss; None leaves it out
     streamed: bool | None = None  # layer by layer; None: where the whole model does not fit into memory
+    candidate_device: str | None = None  # cpu, gpu or tpu; None: what JAX finds by itself
+    reference_device: str | None = None  # cpu or cuda; None: cpu
+    mesh: str | None = None  # fsdp=4,tensor=2: devices that the candidate is spread over
+    processes: int | None = None  # of the candidate, under jax.distributed
+    override: tuple[str, ...] = ()  # KEY=VALUE, changed in the config of both sides
     recalibrate: bool = False  # measure the reference's noise again, whatever the cache holds
     settings_file: Path | None = None  # the parity.toml that some of these came from
 
@@ -59,11 +65,42 @@ def run_gate(
     With options.candidate_fn the model tested is that function's, and candidate, which may be None, is what it is given.
     say gets a line about each step. Raises BadInput where no verdict can be given.
     """
+    changed = overrides.parse(options.override)
+    if not changed:
+        return _run_gate(reference, candidate, options, say) | {"overrides": {}}
+    if options.also:
+        raise BadInput(
+            "--override changes the config of both sides, and --also's third side has its own: leave one out"
+        )
+    with overrides.applied(reference, candidate, changed) as (changed_reference, changed_candidate):
+        record = _run_gate(changed_reference, changed_candidate, options, say)
+    for side, path in (("reference", reference), ("candidate", candidate)):
+        if path:
+            record[side]["path"] = str(path.absolute())
+    record["notes"].insert(0, f"changed on both sides, so not the model of the files: {', '.join(options.override)}")
+    return record | {"overrides": changed}
+
+
+def _run_gate(reference: Path, candidate: Path | None, options: GateOptions, say: Callable[[str], None]) -> dict:
     started = time.monotonic()
-    ref, cand, function = _open(reference, candidate, options)
+    place = devices.placement(
+        options.candidate_device,
+        options.reference_device,
+        options.mesh,
+        options.processes,
+        streamed=options.streamed,
+        function=options.candidate_fn is not None,
+        recorded=is_record(reference),
+        gradients=options.gradients,
+    )
+    ref, cand, function = _open(reference, candidate, options, place)
     sequences = _sequences(ref, cand, options)
     gradients.check(options, ref, sequences)
     third = also.open_also(options.also, ref, sequences, options.allow_unknown_keys) if options.also else None
+    if place.chosen and not function:  # a function was imported there already
+        say("trying the candidate's devices")
+        with tempfile.TemporaryDirectory(prefix="olmo-parity-") as folder:
+            run_candidate(cand.path, [], dtype="float32", folder=Path(folder) / "devices", placement=place)
     unread = function.unread if function else ""  # why config and weights are not compared
     differing = ref.config.differences(cand.config) if cand else []
     criteria = [
@@ -89,8 +126,12 @@ def run_gate(
             "weights that differ", "weights", len(weights), "tensors", not options.weights_may_differ, unread=unread
         )
     )
+    whole = place.spread or place.reference == "cuda"  # layer by layer runs on one device, the reference's on the CPU
     streamed, why = footprint.choose_streamed(
-        None if ref.kind == "record" else ref, None if function else cand, sequences, options.streamed
+        None if ref.kind == "record" else ref,
+        None if function else cand,
+        sequences,
+        False if whole else options.streamed,
     )
     if why:
         say(why)
@@ -104,6 +145,7 @@ def run_gate(
             versions(),
             options.recalibrate,
             streamed,
+            place,
             options.allow_unknown_keys,
             say,
             also=third,
@@ -111,7 +153,9 @@ def run_gate(
         trained = None
         if options.gradients:
             round_to, into = narrower(ref, cand), folder / "gradients"
-            trained = gradients.run_gradients(ref, cand, sequences, into, options.z_loss, round_to, say)
+            trained = gradients.run_gradients(
+                ref, cand, sequences, into, options.z_loss, round_to, say, place.environment(exact_casts=False)
+            )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     profile = gate.PROFILES[options.profile]
@@ -120,6 +164,8 @@ def run_gate(
     criteria += gate.float32_criteria(float32["statistics"], float32["noise"], profile, options.limits)
     if float32["packed"]:
         criteria += gate.packed_criteria(float32["packed"], float32["noise"], profile, options.limits)
+    unpadded = "a candidate function is given one row at a time" if function else "layer by layer, a row at a time"
+    criteria += gate.padded_criteria(float32["padded"], float32["noise"], profile, options.limits, unpadded)
     if third:
         pairs = float32["also"]["pairs"]
         against, odd = also.judge(pairs, float32["noise"], profile, options.limits)
@@ -128,18 +174,13 @@ def run_gate(
     criteria += gate.bfloat16_criteria(
         bfloat16["statistics"], bfloat16["own_noise"], bfloat16["ratio"], profile, options.limits
     )
-    covered = batches.coverage(ref.config, sequences)
+    covered = [*batches.coverage(ref.config, sequences), gate.interval_coverage(bfloat16["ratio"]["blocks"])]
     if trained:
         criteria += gradients.gradient_criteria(trained)
         covered.append(gradients.gradient_coverage(trained))
     uncovered = [c["what"] for c in covered if not c["covered"] and c["what"] not in options.accept_uncovered]
     unknown = sorted(set(options.accept_uncovered) - {c["what"] for c in covered})
     open_questions = gate.noise_faults(float32["noise"], profile)
-    if bfloat16["ratio"]["blocks"] < metrics.MIN_BLOCKS:
-        open_questions.append(
-            f"bfloat16: {bfloat16['ratio']['blocks']} blocks of {metrics.BLOCK_TOKENS} tokens, "
-            f"{metrics.MIN_BLOCKS} are needed for an interval"
-        )
     if uncovered:
         open_questions.append(f"this run could not show faults of: {', '.join(uncovered)}")
     verdict = gate.judge(criteria, open_questions, sum(len(s.tokens) for s in sequences))
@@ -182,7 +223,9 @@ def record_reference(
     if source.kind != "hf":
         raise BadInput(f"{reference} is of the {source.kind} form; a Hugging Face folder is wanted")
     sequences = _sequences(source, source, options)
-    streamed, why = footprint.choose_streamed(source, None, sequences, options.streamed)
+    place = devices.placement(reference=options.reference_device, streamed=options.streamed)
+    whole = place.reference == "cuda"
+    streamed, why = footprint.choose_streamed(source, None, sequences, False if whole else options.streamed)
     if why:
         say(why)
 
@@ -196,6 +239,7 @@ def record_reference(
             round_to=round_to,
             benign=benign,
             streamed=streamed,
+            device=place.reference,
             folder=folder,
         )
 
@@ -231,7 +275,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _open(reference: Path, candidate: Path | None, options: GateOptions):
+def _open(reference: Path, candidate: Path | None, options: GateOptions, place: devices.Placement):
     """Reference, candidate's checkpoint (None where only its function reads it), the candidate function or None."""
     if is_record(reference):
         ref = open_record(reference)
@@ -242,7 +286,7 @@ def _open(reference: Path, candidate: Path | None, options: GateOptions):
         ref = open_source(reference, allow_unknown_keys=options.allow_unknown_keys)
     function = None
     if options.candidate_fn:
-        function = open_candidate(options.candidate_fn, candidate, ref.config, options.allow_unknown_keys)
+        function = open_candidate(options.candidate_fn, candidate, ref.config, options.allow_unknown_keys, place)
         cand = function.source
     else:
         cand = open_source(candidate, allow_unknown_keys=options.allow_unknown_keys)

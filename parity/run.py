@@ -16,7 +16,7 @@ from ..convert.sources import open_source
 from ..olmo_jax.config import SLIDING
 from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import rope_tables, tables_hash
-from . import also, batches, calibrate, devices, footprint, gate, gradients, identity, metrics, overrides
+from . import also, batches, calibrate, devices, footprint, gate, gradients, identity, overrides
 from .candidate import run_candidate
 from .candidate_fn import open_candidate
 from .legs import Legs, main_dtype, narrower

@@ -86,6 +86,15 @@ def test_noise_above_the_cap_is_no_ground_for_a_verdict_and_nan_noise_neither():
     )
 
 
+def test_too_few_tokens_for_an_interval_switch_its_criteria_off_and_are_not_covered():
+    few = {"ratio": math.nan, "upper": math.nan, "blocks": 29, "bias_in_standard_errors": math.nan}
+    criteria = bfloat16(ratio=few)
+    assert [c.on for c in criteria] == [True, True, False, False]
+    assert verdict(criteria).exit_code == gate.PASS and not gate.interval_coverage(29)["covered"]
+    assert gate.interval_coverage(30)["covered"]
+    assert verdict(bfloat16(ratio={**few, "blocks": 30})).exit_code == gate.FAIL
+
+
 def test_profiles_differ_as_they_say():
     noisy = {"own": summary(kl_mean=4e-3), "kl_mean": 5e-3}
     assert verdict(bfloat16(**noisy)).exit_code == gate.PASS

@@ -51,8 +51,14 @@ def test_a_right_conversion_passes_and_the_record_says_of_what(tree, tmp_path, n
     assert done.stdout.startswith("PASS")
     record = json.loads(report.read_text())
     assert record["verdict"] == "pass" and record["exit_code"] == 0
-    assert [s["id"] for s in record["sequences"]] == ["built-in-512", "built-in-512-window-64", "a", "b"]
-    assert [s["cut_from"] for s in record["sequences"]] == [None, None, 9, 5]
+    assert [s["id"] for s in record["sequences"]] == [
+        "built-in-512",
+        "built-in-512-window-64",
+        "built-in-packed",
+        "a",
+        "b",
+    ]
+    assert [s["cut_from"] for s in record["sequences"]] == [None, None, None, 9, 5]
     assert "a was cut from 9 to 4 tokens" in done.stdout
     for leg in ("float32", "bfloat16"):
         assert record["legs"][leg]["statistics"]["tokens"] == 512 + 512 + 4 + 4
@@ -90,7 +96,10 @@ def test_short_prompts_alone_are_inconclusive_unless_accepted(tree, tmp_path, ne
     done = run(*common, "--candidate", tree)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "not covered: window" in done.stdout
-    assert run(*common, "--candidate", tree, "--accept-uncovered", "window").returncode == 0
+    missing = ("window", "packed", "high_token_ids", "special_tokens", "bfloat16_interval")
+    accepted = [word for what in missing for word in ("--accept-uncovered", what)]
+    done = run(*common, "--candidate", tree, *accepted)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -114,7 +123,7 @@ def test_paths_that_are_not_there_are_sentences(tree, tmp_path, needs_torch):
     for reference, candidate, words in (
         (tmp_path / "none", tree, "does not exist"),
         (find_fixture(CHECKPOINT), tmp_path / "none", "does not exist"),
-        (tree, tree, "a Hugging Face folder is wanted"),
+        (tree, tree, "a Hugging Face folder or a record"),
         (find_fixture(CHECKPOINT), find_fixture(CHECKPOINT), "an Orbax tree is wanted"),
         (find_fixture("tiny-gqa/hf-bfloat16"), tree, "vocabularies differ: 500"),
     ):

@@ -240,7 +240,7 @@ def finite_criterion(leg: str, summary: dict) -> Criterion:
 
 
 def labels(criteria: list[Criterion], float32: dict) -> list[str]:
-    """What the pattern of failures points at; each was checked by planting its cause (tests/parity/test_labels.py)."""
+    """What the pattern of failures points at; each was checked by planting its cause (tests/parity/test_labels.py, test_faults.py)."""
     failed = {c.leg for c in criteria if c.on and not c.passed}
     wrong = [c.name for c in criteria if c.leg == "float32" and c.on and not c.passed]
     packed, padded = (any(n.startswith(kind) for n in wrong) for kind in ("packed", "padded"))

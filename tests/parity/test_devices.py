@@ -20,9 +20,8 @@ from olmo_parity.parity import batches, devices, gate, metrics, padded
 from olmo_parity.parity.candidate import run_candidate
 from olmo_parity.parity.candidate_fn import CandidateFn
 from olmo_parity.parity.devices import Placement
-from tests.conftest import find_fixture
+from tests.parity.two_layers import two_layers
 
-CHECKPOINT = "tiny-trained/hf-bfloat16-step900"
 BIN = Path(sys.executable).parent
 EIGHT = "--xla_force_host_platform_device_count=8"
 NOISE = 5e-5  # of a logit, float32: summation order (measured 2e-5 at most); a wrong mask or window changes logits by 1 and more
@@ -30,21 +29,7 @@ NOISE = 5e-5  # of a logit, float32: summation order (measured 2e-5 at most); a 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Two layers of the trained fixture, one sliding and one full: a fourth of its time to compile."""
-    numpy = pytest.importorskip("safetensors.numpy")
-    whole, folder = find_fixture(CHECKPOINT), tmp_path_factory.mktemp("two-layers")
-    tensors = {}
-    for file in whole.glob("*.safetensors"):
-        tensors |= numpy.load_file(file)
-    taken = {"model.layers.0.": "model.layers.0.", "model.layers.3.": "model.layers.1."}
-    kept = {n: t for n, t in tensors.items() if ".layers." not in n}
-    for old, new in taken.items():
-        kept |= {n.replace(old, new): t for n, t in tensors.items() if n.startswith(old)}
-    numpy.save_file(kept, folder / "model.safetensors")
-    config = json.loads((whole / "config.json").read_text())
-    config |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return two_layers(tmp_path_factory.mktemp("two-layers"))
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +186,12 @@ def test_the_gate_passes_on_a_mesh_with_a_changed_window_and_says_what_was_in_ef
     record = json.loads((tmp_path / "r.json").read_text())
     leg = record["legs"]["float32"]
     assert record["overrides"] == {"sliding_window": 24}
+    assert [record[side]["path"] for side in ("reference", "candidate")] == [str(reference), str(tree)]
+    assert "changed on both sides, so not the model of the files: sliding_window=24" in done.stdout
+    assert {side: leg[side]["visible_keys"]["sliding_attention"][-1][1] for side in ("reference", "candidate")} == {
+        "reference": 24,
+        "candidate": 24,
+    }
     assert leg["candidate"]["mesh"] == {"fsdp": 4, "tensor": 2}
     assert (leg["reference"]["device"], leg["reference"]["attention"], leg["reference"]["tf32"]) == (
         "cpu",

@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from olmo_parity.convert.pipeline import hf2orbax
 from olmo_parity.convert.sources import open_source
 from olmo_parity.olmo_jax.errors import BadInput
 from olmo_parity.parity import batches, candidate_fn, gate
+from olmo_parity.parity.run import GateOptions, run_gate
 from tests.conftest import find_fixture
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -34,9 +36,7 @@ def run(*arguments, cwd):
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tree") / "0"
-    subprocess.run(
-        [BIN / "olmo-convert", "hf2orbax", find_fixture(CHECKPOINT), folder], check=True, capture_output=True
-    )
+    hf2orbax(str(find_fixture(CHECKPOINT)), str(folder), quiet=True)
     return folder
 
 
@@ -46,13 +46,22 @@ def needs_torch():
     pytest.importorskip("transformers")
 
 
-def test_the_in_house_example_passes_and_its_weights_are_compared(tree, tmp_path, needs_torch):
-    done = run(
-        "--reference", find_fixture(CHECKPOINT), "--candidate", tree, "--candidate-fn", "inhouse:make",
-        "--json", tmp_path / "report.json", cwd=EXAMPLES,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads((tmp_path / "report.json").read_text())
+@pytest.fixture
+def beside(monkeypatch):
+    """beside(folder): modules are looked for in folder, as where the command is started there."""
+
+    def enter(folder):
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        sys.modules.pop("inhouse", None)
+
+    return enter
+
+
+def test_the_in_house_example_passes_and_its_weights_are_compared(tree, beside, needs_torch):
+    beside(EXAMPLES)
+    record = run_gate(find_fixture(CHECKPOINT), tree, GateOptions(candidate_fn="inhouse:make"))
+    assert record["verdict"] == "pass", record["decided_by"]
     assert record["candidate"]["function"] == "inhouse:make" and record["candidate"]["weights_sha256"]
     assert record["legs"]["float32"]["candidate"]["implementation"] == "inhouse:make"
     assert all(c["on"] for c in record["criteria"] if c["leg"] in ("config", "weights"))
@@ -60,21 +69,22 @@ def test_the_in_house_example_passes_and_its_weights_are_compared(tree, tmp_path
 
 
 def test_the_in_house_example_with_a_planted_fault_fails_and_without_a_checkpoint_weights_are_off(
-    tree, tmp_path, needs_torch
+    tree, tmp_path, beside, needs_torch
 ):
     text = (EXAMPLES / "inhouse.py").read_text()
     for right, wrong in (("(back < window)", "(back <= window)"), ("checkpoint.absolute()", f"Path({str(tree)!r})")):
         assert text.count(right) == 1
         text = text.replace(right, wrong)
     (tmp_path / "faulty.py").write_text("from pathlib import Path\n" + text)
-    done = run(
-        "--reference", find_fixture(CHECKPOINT), "--candidate-fn", "faulty:make", "--json", "report.json", cwd=tmp_path
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    record = json.loads((tmp_path / "report.json").read_text())
-    off = [c for c in record["criteria"] if not c["on"]]
+    batch = tmp_path / "prompts.jsonl"
+    batch.write_text(json.dumps({"id": "past the window of 16", "tokens": list(range(40))}))
+    beside(tmp_path)
+    options = GateOptions(candidate_fn="faulty:make", batch=batch, only_batch=True)
+    record = run_gate(find_fixture(CHECKPOINT), None, options)
+    assert record["verdict"] == "fail"
+    off = [c for c in record["criteria"] if not c["on"] and c["leg"] in ("config", "weights")]
     assert {c["name"] for c in off} == {"config fields that differ", "weights that differ"}
-    assert all("no --candidate was given" in c["reason"] and c["value"] == "nan" for c in off)
+    assert all("no --candidate was given" in c["reason"] and np.isnan(c["value"]) for c in off)
     assert record["candidate"]["weights_sha256"] is None
     assert {c["leg"] for c in record["criteria"] if c["on"] and not c["passed"]} >= {"float32"}
 
@@ -112,12 +122,12 @@ def test_a_misspelt_name_ends_the_command_with_2_before_the_work(tree, tmp_path,
     assert "reference in float32" not in done.stderr
 
 
-def test_gradients_of_a_function_and_a_checkpoint_that_is_not_there_are_refused(tmp_path, needs_torch):
-    common = ("--reference", find_fixture(CHECKPOINT), "--candidate-fn", "inhouse:make")
-    done = run(*common, "--gradients", cwd=EXAMPLES)
-    assert done.returncode == 2 and "gives logits alone" in done.stderr
-    done = run(*common, "--candidate", tmp_path / "none", cwd=EXAMPLES)
-    assert done.returncode == 2 and "does not exist" in done.stderr
+def test_gradients_of_a_function_and_a_checkpoint_that_is_not_there_are_refused(tmp_path, needs_torch, beside):
+    beside(EXAMPLES)
+    with pytest.raises(BadInput, match="gives logits alone"):
+        run_gate(find_fixture(CHECKPOINT), None, GateOptions(candidate_fn="inhouse:make", gradients=True))
+    with pytest.raises(BadInput, match="does not exist"):
+        run_gate(find_fixture(CHECKPOINT), tmp_path / "none", GateOptions(candidate_fn="inhouse:make"))
 
 
 def answer(forward, tokens=5, window=None):

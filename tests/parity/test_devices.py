@@ -151,7 +151,7 @@ def test_a_process_killed_at_work_ends_the_others_and_is_a_sentence(tree, tmp_pa
         except BadInput as error:
             raised.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)  # or a failure of this test would wait for it
     thread.start()
     for _ in range(1200):  # until the first logits are there, and the other sequences are not
         if (folder / "0.npy").exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -98,7 +99,7 @@ def gate(
             )
         return
     if version:
-        from .parity.run import versions
+        from .parity.identity import versions
 
         for name, value in versions().items():
             typer.echo(f"{name} {value}")
@@ -129,7 +130,8 @@ def record(
     allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
 ) -> None:
     """Keep the reference's logits in a folder, for olmo-parity --reference FOLDER where torch is not installed."""
-    from .parity.run import GateOptions, record_reference
+    from .parity.options import GateOptions
+    from .parity.recording import record_reference
 
     options = GateOptions(
         batch=batch,
@@ -352,10 +354,15 @@ def parity_main() -> NoReturn:
 def _run(app: typer.Typer) -> NoReturn:
     """Run an app so that bad input ends in a sentence and exit code 2, never in a traceback.
 
-    Exit code 1 is kept for "the two sides differ": a crash must not read as that.
+    Exit code 1 is kept for "the two sides differ": neither a crash nor a reader that went away must read as that.
     """
+    _open_streams()
     try:
         app(standalone_mode=True)
+    except SystemExit as exit:
+        if isinstance(exit.__context__, BrokenPipeError):  # `| head`: the app says 1
+            sys.exit(141)  # what a shell says of any program that a closed pipe ended
+        raise
     except BadInput as error:
         sys.exit(_fail(str(error)))
     except OSError as error:
@@ -364,6 +371,17 @@ def _run(app: typer.Typer) -> NoReturn:
         traceback.print_exc()
         sys.exit(_fail("this is a fault of olmo-parity itself, and no verdict; please report it with the lines above"))
     sys.exit(0)
+
+
+def _open_streams() -> None:
+    """Standard streams that were closed lead nowhere: a data file that got their number would take the log lines."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(handle)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files and tensors may be no valid text
 
 
 def _fail(text: str) -> int:

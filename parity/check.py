@@ -21,7 +21,7 @@ from ..convert.sources import CONFIG, ORBAX_CONFIG, open_source
 from ..olmo_jax.errors import BadInput
 from . import identity
 from .report import uncovered
-from .run import SCHEMA, versions
+from .run import SCHEMA
 
 EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 3}
 LEGS = ("config", "weights", "float32", "bfloat16")  # without these a report shows nothing
@@ -164,7 +164,7 @@ def _check_code(record: dict, report: Path) -> None:
         version, code = record["versions"]["olmo-parity"], record["code_sha256"]
     except (KeyError, TypeError) as error:
         raise BadInput(f"{report} does not say which code made it: {error!r}") from None
-    here, here_code = versions()["olmo-parity"], identity.code_hash()
+    here, here_code = identity.versions()["olmo-parity"], identity.code_hash()
     if (version, code) != (here, here_code):
         raise _No(
             f"{report} was made by olmo-parity {version} (code {code[:12]}), this is {here} (code {here_code[:12]}): "
@@ -221,7 +221,7 @@ def _qualifications(record: dict) -> list[str]:
     notes += [f"not covered, and accepted: {', '.join(open_ends)}"] if open_ends else []
     if record["candidate"].get("function"):
         notes.append(f"the model judged was that of {record['candidate']['function']}")
-    here = versions()
+    here = identity.versions()
     for name in ("jax", "jaxlib", "flax"):
         if record["versions"].get(name) != here[name]:
             notes.append(f"{name} was {record['versions'].get(name)} in that run, here it is {here[name]}")

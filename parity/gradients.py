@@ -86,7 +86,7 @@ def run_gradients(
 
 
 def check(options, reference, sequences: list[Sequence]) -> None:
-    """Raise BadInput before the work where options (run.GateOptions) ask for gradients that cannot be had."""
+    """Raise BadInput before the work where options (GateOptions) ask for gradients that cannot be had."""
     if options.z_loss is not None and not options.gradients:
         raise BadInput("--z-loss belongs to --gradients, which was not given")
     if not options.gradients:

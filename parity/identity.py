@@ -1,10 +1,12 @@
-"""Which bytes were judged: hashes of weights, of the config file, and of this package's own code."""
+"""What was judged, and with what: hashes of weights, config file and own code; versions of everything that takes part."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import itertools
 import os
+import platform
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +18,7 @@ from ..convert.orbax_io import TreeReader, resolve_tree
 from ..convert.sources import CONFIG, ORBAX_CONFIG, Source
 from ..olmo_jax.errors import BadInput
 
+PACKAGES = ("olmo-parity", "torch", "transformers", "jax", "jaxlib", "flax", "orbax-checkpoint", "tensorstore", "numpy")
 SLICE_BYTES = 64 << 20  # read at once by each worker
 MOST_WORKERS = 8
 
@@ -88,6 +91,17 @@ def code_hash(package: Path | None = None) -> str:
     for file in sorted(files):
         digest.update(f"{file.relative_to(root).as_posix()}\0{file_hash(file)}\n".encode())
     return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, the platform and every package that takes part, without importing them."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
 
 
 def _leaves(source: Source) -> Iterator[tuple]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
 from . import also, gate
-from .run import GateOptions
+from .options import GateOptions
 
 FILE = "parity.toml"
 PATH, TEXT, TEXTS, CORE = "a path", "text", "a list of text", "core: and a path"

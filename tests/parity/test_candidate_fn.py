@@ -15,7 +15,8 @@ from olmo_parity.convert.pipeline import hf2orbax
 from olmo_parity.convert.sources import open_source
 from olmo_parity.olmo_jax.errors import BadInput
 from olmo_parity.parity import batches, candidate_fn, gate
-from olmo_parity.parity.run import GateOptions, run_gate
+from olmo_parity.parity.options import GateOptions
+from olmo_parity.parity.run import run_gate
 from tests.conftest import find_fixture
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -16,7 +16,7 @@ from olmo_parity.olmo_jax.errors import BadInput
 from olmo_parity.olmo_jax.tree import unflatten
 from olmo_parity.parity import gate, gradient_sides, gradients
 from olmo_parity.parity.batches import Sequence
-from olmo_parity.parity.run import GateOptions
+from olmo_parity.parity.options import GateOptions
 from tests.conftest import find_fixture
 
 torch = pytest.importorskip("torch")

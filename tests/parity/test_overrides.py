@@ -13,8 +13,8 @@ from olmo_parity.olmo_jax.errors import BadInput
 from olmo_parity.parity import gate, metrics, overrides, settings
 from olmo_parity.parity.batches import Sequence
 from olmo_parity.parity.candidate import forward_of, visible_keys
+from olmo_parity.parity.options import GateOptions
 from olmo_parity.parity.reference import run_reference
-from olmo_parity.parity.run import GateOptions
 from tests.parity.two_layers import two_layers
 
 BIN = Path(sys.executable).parent

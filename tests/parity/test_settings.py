@@ -9,7 +9,7 @@ import pytest
 
 from olmo_parity.olmo_jax.errors import BadInput
 from olmo_parity.parity import settings
-from olmo_parity.parity.run import GateOptions
+from olmo_parity.parity.options import GateOptions
 
 BIN = Path(sys.executable).parent
 BOTH = 'reference = "hf"\ncandidate = "orbax/0"\n'

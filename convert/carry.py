@@ -41,11 +41,17 @@ def tokenizer_faults(files: list[Path], config: Olmo3Config) -> list[str]:
     tokenizer = read.get("tokenizer.json")
     if not isinstance(tokenizer, Mapping):
         return faults
-    added = {t["content"]: t["id"] for t in tokenizer.get("added_tokens") or [] if isinstance(t, Mapping)}
+    listed = tokenizer.get("added_tokens") or []
+    if not isinstance(listed, list) or not all(
+        isinstance(t, Mapping) and isinstance(t.get("content"), str) for t in listed
+    ):
+        return [*faults, f"{paths['tokenizer.json']} holds added_tokens that are no tokens: it is damaged"]
+    added = {t["content"]: t.get("id") for t in listed}
     model = tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
     ids = {**vocabulary, **added} if isinstance(vocabulary, Mapping) else added
-    whole = [i for i in ids.values() if isinstance(i, int)]
+    ids = {text: i for text, i in ids.items() if isinstance(i, int)}
+    whole = list(ids.values())
     if whole and max(whole) >= config.vocab_size:
         faults.append(
             f"{paths['tokenizer.json']} has ids up to {max(whole)}, but vocab_size is {config.vocab_size}: "
@@ -59,7 +65,7 @@ def tokenizer_faults(files: list[Path], config: Olmo3Config) -> list[str]:
         accepted = _as_ids(config.token_ids.get(f"{kind}_token_id"))
         if isinstance(generation, Mapping):  # instruction-tuned models end their turns with a second token
             accepted |= _as_ids(generation.get(f"{kind}_token_id"))
-        if accepted and token in ids and ids[token] not in accepted:
+        if accepted and isinstance(token, str) and token in ids and ids[token] not in accepted:
             faults.append(
                 f"the config's {kind}_token_id is {sorted(accepted)}, but {kind}_token {token!r} of "
                 f"{paths['tokenizer_config.json']} has id {ids[token]}: tokenizer and config are out of step"

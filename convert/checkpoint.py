@@ -14,7 +14,7 @@ from ..olmo_jax.config import Olmo3Config
 from ..olmo_jax.config_hf import from_hf
 from ..olmo_jax.errors import BadInput
 from .fit import fit_tensors
-from .safetensors_io import DTYPES
+from .safetensors_io import DTYPES, no_duplicates
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def fit_source(
 def read_config(file: Path, allow_unknown_keys: Sequence[str], faults: list[str]) -> Olmo3Config | None:
     """The config of an HF folder or of an Orbax tree; None after appending its faults."""
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
         return from_hf(raw, str(file), allow_unknown_keys)
     except FileNotFoundError:
         faults.append(f"{file} does not exist: without it nothing says what the model computes")
@@ -116,5 +116,5 @@ def read_config(file: Path, allow_unknown_keys: Sequence[str], faults: list[str]
         if isinstance(error, BadInput):
             faults.extend(f"{file}: {fault}" for fault in error.faults or [error.headline])
         else:
-            faults.append(f"{file} is not JSON: {error}")
+            faults.append(f"{file} is not JSON that can be read: {error}")
     return None

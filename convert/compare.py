@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..olmo_jax.errors import BadInput
+from .layout import cast
 from .orbax_io import TreeReader
 
 if TYPE_CHECKING:
@@ -53,8 +54,7 @@ def _compare(move: Move, reader: TreeReader, progress: Callable[[int], None]) ->
     for start, stop in move.slices():
         rows = tensor.rows(start, stop)
         size = rows.nbytes
-        if rows.dtype != leaf.dtype:
-            rows = rows.astype(leaf.dtype)
+        rows = cast(rows, leaf.dtype)
         kept = reader.read(leaf.path, move.index(start, stop))
         here, index = differing(rows, kept.T if move.turned else kept)
         if here and first is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .checkpoint import Tensor
-from .layout import non_finite, transposed
+from .layout import cast, non_finite, transposed
 from .mapping import TRANSPOSED, Weight
 from .orbax_io import ITEM
 from .orbax_write import Leaf, TreeWriter, chunk_shape, store_errors
@@ -125,10 +125,10 @@ def _copy(move: Move, writer: TreeWriter, allow_nonfinite: bool, progress: Calla
         rows = tensor.rows(start, stop)
         found.look(rows, start)
         before.update(rows.view(np.uint8))
-        cast = rows if rows.dtype == leaf.dtype else rows.astype(leaf.dtype)
+        kept = cast(rows, leaf.dtype)
         if rows.dtype != leaf.dtype:
-            found.look_after_cast(rows, cast, tensor)
-        laid = transposed(cast) if move.turned else np.ascontiguousarray(cast)
+            found.look_after_cast(rows, kept, tensor)
+        laid = transposed(kept) if move.turned else np.ascontiguousarray(kept)
         after.update(laid.view(np.uint8))
         if pending is not None:
             _finish(pending, transaction)
@@ -136,7 +136,7 @@ def _copy(move: Move, writer: TreeWriter, allow_nonfinite: bool, progress: Calla
             # The slice is not touched again, so the store need not copy it first.
             pending = store[move.index(start, stop)].write(laid, can_reference_source_data_indefinitely=True)
         progress(rows.nbytes)
-        del rows, cast, laid
+        del rows, kept, laid
     if pending is not None:
         _finish(pending, transaction)
     if found.count and not allow_nonfinite:
@@ -175,13 +175,13 @@ class NonFinite:
             self.first = (first[0] + start, *first[1:])
         self.count += count
 
-    def look_after_cast(self, rows: np.ndarray, cast: np.ndarray, tensor: Tensor) -> None:
+    def look_after_cast(self, rows: np.ndarray, kept: np.ndarray, tensor: Tensor) -> None:
         """A cast to a narrower range turns large values into infinity: that is no copy of the weight any more."""
-        overflowed = non_finite(cast)[0] - non_finite(rows)[0]
+        overflowed = non_finite(kept)[0] - non_finite(rows)[0]
         if overflowed:
             raise NonFiniteError(
                 [
-                    f"{tensor.name} in {tensor.file}: {overflowed} values are beyond the range of {cast.dtype.name} "
+                    f"{tensor.name} in {tensor.file}: {overflowed} values are beyond the range of {kept.dtype.name} "
                     "and would become infinite. Choose a wider --dtype"
                 ]
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import zipfile
+import zlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
@@ -140,8 +141,10 @@ def _tensor(folder: Path, name: str, kind, placed: list, faults: list[str]) -> C
             return None
         chunks.append(Chunk(offsets, wanted.pop(offsets), file, info.offset, info.length))
     stored = sum(math.prod(chunk.sizes) for chunk in chunks)
-    if wanted and any(math.prod(sizes) for sizes in wanted.values()):
-        faults.append(f"{name}: the chunk at {list(next(iter(wanted)))} is stored nowhere. Is a rank's file missing?")
+    if not chunks or any(math.prod(sizes) for sizes in wanted.values()):
+        faults.append(
+            f"{name}: the chunk at {list(next(iter(wanted), ()))} is stored nowhere. Is a rank's file missing?"
+        )
         return None
     if stored != math.prod(shape) or any(not _inside(chunk, shape) for chunk in chunks) or _overlap(chunks):
         faults.append(
@@ -153,7 +156,7 @@ def _tensor(folder: Path, name: str, kind, placed: list, faults: list[str]) -> C
 
 def _inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
     return len(chunk.sizes) == len(shape) and all(
-        o >= 0 and o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+        o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, shape, strict=True)
     )
 
 
@@ -198,13 +201,22 @@ class _Values:
 def _locate(file: Path, start: int, length: int) -> _Values:
     """Find a tensor's raw bytes inside its archive; torch stores them uncompressed."""
     where = f"{file} at byte {start}"
+    try:
+        return _find_values(file, start, length, where)
+    except BadInput:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        raise BadInput(f"{where} does not describe a tensor: {type(error).__name__}: {error}") from None
+
+
+def _find_values(file: Path, start: int, length: int, where: str) -> _Values:
     with file.open("rb") as stream, _archive(stream, start, length, where) as archive:
         described = unpickle(_read_member(archive, "data.pkl", where), TENSOR_NAMES, where)
         if not isinstance(described, dict) or "storage" not in described:
             raise BadInput(f"{where} holds a {type(described).__name__}, one tensor is wanted")
         storage, size = described["storage"], described["size"]
         order = _member(archive, "byteorder")
-        if order is not None and archive.read(order).strip() != b"little":
+        if order is not None and _read_member(archive, "byteorder", where).strip() != b"little":
             raise BadInput(f"{where} was written on a big-endian machine, which is not supported")
         member = _member(archive, f"data/{storage['key']}")
         if member is None:
@@ -212,6 +224,8 @@ def _locate(file: Path, start: int, length: int) -> _Values:
         dtype = storage["dtype"]
         itemsize = NUMPY_DTYPES[dtype].itemsize if dtype in NUMPY_DTYPES else 0
         needed = (described["offset"] + math.prod(size)) * itemsize
+        if described["offset"] < 0 or min(size, default=0) < 0:
+            raise BadInput(f"{where} is damaged: offset {described['offset']} and shape {size} must not be negative")
         if member.compress_type != zipfile.ZIP_STORED or member.file_size < needed:
             raise BadInput(f"{where} is damaged: {member.file_size} bytes of values are stored, {needed} are wanted")
         if not _is_c_order(size, described["stride"]):
@@ -251,7 +265,7 @@ def _read_member(archive: zipfile.ZipFile, name: str, where: str) -> bytes:
         raise BadInput(f"{where} is damaged: no {name} of a sensible size in it")
     try:
         return archive.read(member)
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
         raise BadInput(f"{where} is damaged: {error}") from None
 
 

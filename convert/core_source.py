@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ..olmo_jax.errors import BadInput
 from . import core_io
 from .checkpoint import Source, Tensor, fit_source
 from .mapping import Weight, weights
-from .safetensors_io import DTYPE_CODES
+from .safetensors_io import DTYPE_CODES, no_duplicates
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer"  # AI2's tokenizer export looks for <parent of the step folder>/tokenizer
@@ -94,14 +95,14 @@ def open_core(given: Path, step: Path, allow_unknown_keys: Sequence[str], strict
 
 def _read_config(file: Path, allow_unknown_keys: Sequence[str], faults: list[str]) -> tuple[Olmo3Config | None, int]:
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
         return from_olmo_core(raw, str(file), allow_unknown_keys), padded_vocab_size(raw)
     except FileNotFoundError:
         faults.append(f"{file} does not exist: without it nothing says what the model computes")
     except BadInput as error:
         faults.extend(f"{file}: {fault}" for fault in error.faults or [error.headline])
     except (ValueError, RecursionError) as error:
-        faults.append(f"{file} is not JSON: {error}")
+        faults.append(f"{file} is not JSON that can be read: {error}")
     return None, 0
 
 
@@ -127,7 +128,11 @@ def _adam_step(stored: dict[str, core_io.CoreTensor], faults: list[str]) -> int 
     steps = {}
     for name, tensor in stored.items():
         if name.startswith("optim.state.") and name.endswith(".step") and tensor.dtype == "float32":
-            steps.setdefault(float(tensor.read()), name)
+            value = float(tensor.read()) if tensor.shape == () else math.nan
+            if not math.isfinite(value):
+                faults.append(f"{name} in {tensor.file} has shape {tensor.shape}, one finite number is wanted")
+                return None
+            steps.setdefault(value, name)
     if len(steps) > 1:
         faults.append(
             f"the optimizer's step differs between weights: {', '.join(f'{n} {s:g}' for s, n in steps.items())}"

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from .checkpoint import Source, Tensor
+from .layout import cast
 from .mapping import weights
 from .progress import Progress
 from .sources import open_source
@@ -124,7 +125,7 @@ def _measure(x: Tensor, y: Tensor, progress: Progress) -> TensorDiff:
         a, b = x.rows(start, stop), y.rows(start, stop)
         progress.add(a.nbytes)
         equal = equal and np.array_equal(a.view(np.uint8), b.view(np.uint8))
-        a, b = a.astype(np.float64).reshape(-1), b.astype(np.float64).reshape(-1)
+        a, b = cast(a, np.dtype(np.float64)).reshape(-1), cast(b, np.dtype(np.float64)).reshape(-1)
         both = np.isfinite(a) & np.isfinite(b)
         if not both.all():
             for side, values in enumerate((a, b)):

@@ -92,7 +92,7 @@ def _check_tied(tensors: dict[str, Tensor], config_file: Path, faults: list[str]
     head, embedding = tensors[HEAD], tensors.get(EMBEDDING)
     if embedding is None or head.code not in DTYPES:
         return  # reported under its own name
-    same = head.shape == embedding.shape and head.code == embedding.code
+    same = head.shape == embedding.shape != () and head.code == embedding.code
     for start in range(0, head.shape[0] if same else 0, COMPARE_ROWS):
         stop = min(start + COMPARE_ROWS, head.shape[0])
         if not np.array_equal(head.rows(start, stop).view(np.uint8), embedding.rows(start, stop).view(np.uint8)):

@@ -20,6 +20,15 @@ def transposed(array: np.ndarray) -> np.ndarray:
     return out.view(array.dtype)
 
 
+def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """array as dtype, itself where it is that already. What overflows or is NaN is judged by its caller, by name: NumPy's
+    own warnings, which name a line of our code, say nothing to a user."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(dtype)
+
+
 def non_finite(array: np.ndarray) -> tuple[int, tuple[int, ...] | None]:
     """How many values are NaN or infinite, and the index of the first. Judged on the bits: no value is converted."""
     bits, mask = _exponent(array.dtype)

@@ -62,7 +62,9 @@ def read_manifest(folder: Path) -> dict:
     file = folder / MANIFEST
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT or not isinstance(manifest["tensors"], list):
+        if not isinstance(manifest["tensors"], list):
+            raise TypeError(f"tensors is a {type(manifest['tensors']).__name__}")
+        if manifest["format"] != FORMAT:
             raise BadInput(f"{file} has format {manifest['format']!r}, this version reads {FORMAT}")
     except FileNotFoundError:
         raise BadInput(f"{file} does not exist: was the tree written by olmo-convert, and did it finish?") from None

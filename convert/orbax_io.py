@@ -41,12 +41,24 @@ class LeafMetadata:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
+def local_path(path: str | Path) -> Path:
+    """What a user named, with ~ filled in. Raises BadInput where no such name can be used."""
+    try:
+        found = Path(path).expanduser()
+        str(found).encode()
+    except RuntimeError:
+        raise BadInput(f"{path}: there is no home folder of that name. Write the path out") from None
+    except UnicodeEncodeError:  # TensorStore takes UTF-8 alone
+        raise BadInput(f"{path} is no valid UTF-8: rename it, or name a link to it") from None
+    return found
+
+
 def resolve_tree(path: str | Path, item: str = ITEM) -> Resolved:
     """The tree that a path names: a step folder, its parent (one step in it), or the item itself.
 
     Raises BadInput where nothing, or more than one thing, is meant.
     """
-    given = Path(path).expanduser()
+    given = local_path(path)
     if not given.exists():
         raise BadInput(f"{given} does not exist")
     if not given.is_dir():

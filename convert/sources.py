@@ -32,7 +32,7 @@ def open_source(
     """
     if "://" in str(path):
         raise BadInput(f"{path} is not on this machine: remote stores are not read. Copy the folder here first")
-    given = Path(path).expanduser()
+    given = orbax_io.local_path(path)
     if HUB_ID.fullmatch(str(path)) and not given.exists():
         raise BadInput(f"{path} does not exist. Is it a hub id? Download it first and name its snapshot folder")
     if not str(path).strip() or not given.exists():

@@ -12,7 +12,8 @@ import threading
 from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
-from .orbax_io import TREE_FILE
+from .manifest import MANIFEST, read_manifest, versions
+from .orbax_io import local_path
 from .progress import in_bytes
 
 JOURNAL = "journal.jsonl"
@@ -27,34 +28,38 @@ class Staging:
 
     def __init__(self, target: Path, job: dict, *, overwrite: bool = False):
         self.target = target
-        self.folder = target.parent / f".{target.name}.converting"
-        self.replaced = target.parent / f".{target.name}.replaced"
-        self.job, self.overwrite = job, overwrite
+        self.folder, self.replaced = _siblings(target)
+        # Another version may lay out other bytes: its unfinished work does not mix with ours.
+        self.job, self.overwrite = {**job, "olmo-parity": versions().get("olmo-parity")}, overwrite
+        self._made: list[Path] = []  # folders above the target, innermost first
+        self._keep = False  # the unfinished work, although the input is bad
         self.finished: dict[str, dict] = {}
         self._handle: int | None = None
         self._journal = None
         self._write_lock = threading.Lock()
 
     def __enter__(self) -> Staging:
-        self._make_parent()
-        self._lock()
         try:
+            self._make_parent()
+            self._lock()
             self._recover()
             _check_target(self.target, self.overwrite)
             self._read_journal()
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()  # only where it is empty: unfinished work stays
-            self._unlock()
+        except BaseException as error:
+            if self._handle is not None:
+                with contextlib.suppress(OSError):
+                    self.folder.rmdir()  # only where it is empty: unfinished work stays
+            self._leave(error)
             raise
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         if self._journal:
             self._journal.close()
-        if isinstance(error, BadInput) and self._handle is not None and self._owned():
-            shutil.rmtree(self.folder, ignore_errors=True)  # the input must change first: nothing to resume
-        self._unlock()
+        if isinstance(error, BadInput) and not self._keep and self._handle is not None and self._owned():
+            with contextlib.suppress(OSError):
+                _remove(self.folder)  # the input must change first: nothing to resume
+        self._leave(error)
 
     def record(self, key: str, entry: dict) -> None:
         """Note that a leaf is complete in the store. Called from any thread."""
@@ -65,6 +70,8 @@ class Staging:
 
     def publish(self) -> None:
         """Rename the finished folder to the target; an old target goes away only after the new one is in place."""
+        self._keep = True
+        _check_target(self.target, self.overwrite)  # again: somebody may have put something there since
         self._journal.close()
         (self.folder / JOURNAL).unlink()
         _sync_folder(self.folder)
@@ -73,20 +80,31 @@ class Staging:
         os.rename(self.folder, self.target)
         _sync_folder(self.target.parent)
         if self.replaced.exists():
-            shutil.rmtree(self.replaced)
+            _remove(self.replaced)
 
     def check_space(self, needed: int) -> None:
         """Refuse before the work starts where the file system cannot hold what is still to be written."""
         free = shutil.disk_usage(self.folder).free
         needed += SPARE_BYTES
         if free < needed:
+            self._keep = bool(self.finished)  # room can be made, what an earlier run finished stays
             raise BadInput(
                 f"{self.target.parent} has {in_bytes(free)} free, the conversion needs {in_bytes(needed)}: "
                 f"{needed - free} bytes are missing"
             )
 
+    def _leave(self, error: BaseException | None) -> None:
+        self._unlock()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(self.folder)  # a full disk, met by a write, has no name of its own
+        if error is not None:
+            for folder in self._made:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # only where it is empty
+
     def _make_parent(self) -> None:
         parent = self.target.parent
+        self._made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
         try:
             parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -98,15 +116,24 @@ class Staging:
 
     def _recover(self) -> None:
         """What a run that was killed in `publish` left: the old target, which counts until the new one is in place."""
-        if self.replaced.exists() and not self.target.exists():
+        if not os.path.lexists(self.replaced):
+            return
+        if not _is_ours(self.replaced):
+            raise BadInput(f"{self.replaced} is in the way, and no conversion wrote it: move it away")
+        if not os.path.lexists(self.target) or _is_empty(self.target):
             os.rename(self.replaced, self.target)
-        elif self.replaced.exists():
-            shutil.rmtree(self.replaced)
+        elif _is_ours(self.target):
+            _remove(self.replaced)
+        else:
+            raise BadInput(
+                f"{self.replaced} holds the checkpoint that was at {self.target} before a run was killed, and {self.target} "
+                "holds something else now: move one of them away"
+            )
 
     def _lock(self) -> None:
         try:
             self.folder.mkdir(exist_ok=True)
-            self._handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+            self._handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as error:
             raise BadInput(f"{self.folder} cannot be made: {error.strerror}") from None
         try:
@@ -140,9 +167,11 @@ class Staging:
             _compare_jobs(lines[0]["job"], self.job, self.folder)
             self.finished = {line.pop("leaf"): line for line in lines[1:]}
         elif any(self.folder.iterdir()):
-            # Killed before its journal had a line: nothing in it counts. The name is ours, the folder holds no more than that.
-            for entry in self.folder.iterdir():
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+            # Killed before its journal had a line, or after it was taken away: nothing in it counts.
+            known = {JOURNAL, f"{JOURNAL}.new", MANIFEST}
+            if not any((self.folder / name).is_file() for name in known):
+                raise BadInput(f"{self.folder} is in the way, and no conversion wrote it: move it away")
+            _empty(self.folder)
         content = [json.dumps({"job": self.job})] + [json.dumps({"leaf": k, **v}) for k, v in self.finished.items()]
         fresh = self.folder / f"{JOURNAL}.new"
         fresh.write_text("\n".join(content) + "\n", encoding="utf-8")
@@ -152,16 +181,23 @@ class Staging:
 
 def check_apart(source: Path, target: Path) -> None:
     """Refuse a target that is the source, lies in it, or holds it."""
-    a, b = source.resolve(), target.resolve()
+    try:
+        a, b = source.resolve(), target.resolve()
+    except RuntimeError as error:  # before Python 3.13
+        raise BadInput(f"{target}: {error}") from None
     if a == b or a in b.parents or b in a.parents:
         raise BadInput(f"the target {target} and the source {source} lie in each other: name a folder of its own")
+    if a in _siblings(b):
+        raise BadInput(
+            f"{source} is where a conversion into {target} keeps its work: rename it, or name another target"
+        )
 
 
 def clean_target(target: str | Path) -> Path:
     """The target as an absolute path without a trailing slash."""
     if not str(target).strip():
         raise BadInput("the target has no name")
-    path = Path(os.path.abspath(Path(target).expanduser()))
+    path = Path(os.path.abspath(local_path(target)))
     if path.parent == path:
         raise BadInput(f"{path} cannot be a target")
     return path
@@ -174,9 +210,9 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise BadInput(
             f"{target} exists and is {'a symlink' if target.is_symlink() else 'a file'}: name another target"
         )
-    if not any(target.iterdir()):
+    if _is_empty(target):
         return
-    ours = (target / "manifest.json").is_file() or any(target.glob(f"*/{TREE_FILE}"))
+    ours = _is_ours(target)
     if not overwrite:
         raise BadInput(
             f"{target} exists. Name another target" + (", or pass --overwrite to replace it" if ours else "")
@@ -185,16 +221,50 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise BadInput(f"{target} exists and holds no checkpoint that a conversion wrote: it is not replaced")
 
 
+def _siblings(target: Path) -> tuple[Path, Path]:
+    """Where a conversion into target works, and where the old target lies between the two renames."""
+    return target.parent / f".{target.name}.converting", target.parent / f".{target.name}.replaced"
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a conversion wrote this folder: it holds a manifest of ours, whatever its version."""
+    if folder.is_symlink() or not (folder / MANIFEST).is_file():
+        return False
+    try:
+        read_manifest(folder)
+    except BadInput as error:
+        return "this version reads" in error.headline
+    return True
+
+
+def _empty(folder: Path) -> None:
+    """Remove what is in a folder of ours; what it is known by goes last, so that a kill leaves it known."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name in (JOURNAL, MANIFEST)):
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def _remove(folder: Path) -> None:
+    _empty(folder)
+    folder.rmdir()
+
+
 def _whole_lines(file: Path) -> list[dict]:
     """The journal's lines up to the first that a kill cut short."""
     lines = []
     if file.exists():
         for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                lines.append(json.loads(text))
+                line = json.loads(text)
             except ValueError:
                 break
-    return lines if lines and "job" in lines[0] else []
+            if not isinstance(line, dict) or ("leaf" if lines else "job") not in line:
+                break
+            lines.append(line)
+    return lines
 
 
 def _compare_jobs(before: dict, now: dict, folder: Path) -> None:

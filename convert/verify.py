@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +19,30 @@ from .checkpoint import Source, Tensor, read_config
 from .checksums import array_sha256, file_checksums, sha256_of_file
 from .compare import compare_moves, differing
 from .copying import Move
-from .manifest import config_hash, read_manifest
+from .layout import cast
+from .manifest import MANIFEST, config_hash, read_manifest
 from .mapping import weights
-from .orbax_io import STEP_FILES, TreeReader, resolve_tree
+from .orbax_io import STEP_FILES, TreeReader, local_path, resolve_tree
 from .orbax_write import OPTIMIZER, Leaf
 from .progress import Progress
 from .safetensors_io import DTYPES, list_folder, read_rows
 from .sources import CONFIG, ORBAX_CONFIG, open_source
 
 SLICE_BYTES = 32 << 20  # of each side at once
+DTYPE_NAMES = {dtype.name: dtype for dtype in DTYPES.values()}
+MANY = 20  # faults of one manifest that are listed
+# What verify reads of a manifest's rows.
+FILE_ENTRY = {"file": str, "bytes": int, "crc32": str}
+HF_ENTRY = {"target_name": str, "target_sha256": str}
+ORBAX_ENTRY = {
+    "item": str,
+    "target_path": str,
+    "source_name": str,
+    "dtype": str,
+    "shape": list,
+    "chunk_shape": list,
+    "target_sha256": str,
+}
 
 
 @dataclass(frozen=True)
@@ -99,20 +115,17 @@ def verify_manifest(target: str | Path, *, workers: int | None = None, quiet: bo
 
     An array whose bytes do not decode is a difference too, named like the others.
     """
-    folder = Path(target).expanduser()
+    folder = local_path(target)
     if (folder / CONFIG).is_file():
         return _verify_hf_manifest(folder.absolute(), workers or min(os.cpu_count() or 1, 4), quiet)
     resolved = resolve_tree(target)
-    manifest = read_manifest(resolved.step)
+    manifest = _whole_manifest(resolved.step, ORBAX_ENTRY)
     workers = workers or min(os.cpu_count() or 1, 4)
     differences, notes = [], [resolved.said]
-    try:
-        items = sorted({entry["item"] for entry in manifest["tensors"]})
-        entries = {(entry["item"], entry["target_path"]): entry for entry in manifest["tensors"]}
-        total = sum(int(np.prod(e["shape"])) * np.dtype(_dtype(e["dtype"])).itemsize for e in entries.values())
-        listed = {entry["file"]: entry for entry in manifest["tree_files"]}
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"{resolved.step}: manifest.json is damaged: {error!r}") from None
+    items = sorted({entry["item"] for entry in manifest["tensors"]})
+    entries = {(entry["item"], entry["target_path"]): entry for entry in manifest["tensors"]}
+    total = sum(math.prod(e["shape"]) * DTYPE_NAMES[e["dtype"]].itemsize for e in entries.values())
+    listed = {entry["file"]: entry for entry in manifest["tree_files"]}
     _check_config(resolved.step / ORBAX_CONFIG, manifest, differences)
     names = [*items, *(name for name in STEP_FILES if (resolved.step / name).exists())]
     _check_files(resolved.step, names, listed, workers, differences)
@@ -137,9 +150,29 @@ def verify_manifest(target: str | Path, *, workers: int | None = None, quiet: bo
     return Verification(None, resolved.step, len(entries), progress.done, seconds, tuple(differences), tuple(notes))
 
 
+def _whole_manifest(folder: Path, entry: Mapping[str, type]) -> dict:
+    """The manifest, with everything in it that is looked at here. Raises BadInput naming what is missing or no such thing."""
+    manifest = read_manifest(folder)
+    faults = [f"{key} is missing" for key in ("config_sha256", "rotary_tables_sha256") if key not in manifest]
+    tables = {"tensors": entry, "tree_files": FILE_ENTRY, "carried": {"file": str, "sha256": str}}
+    for table, wanted in tables.items():
+        rows = manifest.get(table, [] if table == "carried" else None)
+        for i, row in enumerate(rows if isinstance(rows, list) else [None]):
+            for key, kind in wanted.items():
+                value = row.get(key) if isinstance(row, dict) else None
+                whole = kind is not list or all(type(n) is int and n >= 0 for n in value or [])
+                if not isinstance(value, kind) or not whole or (key == "dtype" and value not in DTYPE_NAMES):
+                    faults.append(f"{table}[{i}].{key} is {value!r}")
+    if not isinstance(manifest.get("allowed_unknown_keys", []), list):
+        faults.append(f"allowed_unknown_keys is {manifest['allowed_unknown_keys']!r}")
+    if faults:
+        raise BadInput(f"{folder / MANIFEST} is damaged", faults[:MANY])
+    return manifest
+
+
 def _verify_hf_manifest(folder: Path, workers: int, quiet: bool) -> Verification:
     """The same for a folder that orbax2hf wrote."""
-    manifest, differences = read_manifest(folder), []
+    manifest, differences = _whole_manifest(folder, HF_ENTRY), []
     entries = {entry["target_name"]: entry for entry in manifest["tensors"]}
     listed = {entry["file"]: entry for entry in manifest["tree_files"]}
     _check_config(folder / CONFIG, manifest, differences)
@@ -148,7 +181,9 @@ def _verify_hf_manifest(folder: Path, workers: int, quiet: bool) -> Verification
     found = list_folder(folder, faults)
     differences += faults + [f"{name} is missing" for name in entries if name not in found]
     differences += [f"{name} is not in the manifest" for name in found if name not in entries]
-    known = [name for name in entries if name in found and not faults]
+    odd = [name for name, entry in found.items() if entry.code not in DTYPES or not entry.shape]
+    differences += [f"{name} is {found[name].code} {found[name].shape}, which no conversion writes" for name in odd]
+    known = [name for name in entries if name in found and name not in odd and not faults]
     progress = Progress("verifying", sum(found[name].stop - found[name].start for name in known), quiet)
 
     def one(name: str) -> str | None:
@@ -228,7 +263,7 @@ def _compare_tensors(a: Tensor, b: Tensor, progress: Progress) -> str | None:
             x, y = a.rows(start, stop), b.rows(start, stop)
         except BadInput as error:
             return str(error)
-        here, index = differing(x if x.dtype == y.dtype else x.astype(y.dtype), y)
+        here, index = differing(cast(x, y.dtype), y)
         if here and first is None:
             first = (index[0] + start, *index[1:])
         count += here
@@ -275,10 +310,6 @@ def _check_config(file: Path, manifest: dict, differences: list[str]) -> None:
         beside = file.parent / carried["file"]
         if not beside.is_file() or sha256_of_file(beside) != carried["sha256"]:
             differences.append(f"{beside} is missing or was edited since the conversion")
-
-
-def _dtype(name: str) -> np.dtype:
-    return {dtype.name: dtype for dtype in DTYPES.values()}[name]
 
 
 def as_json(result: Verification) -> str:

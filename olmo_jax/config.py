@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -117,6 +117,7 @@ SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+LARGEST = 1 << 24  # of any size; a damaged one must end in a sentence, not in an array that does not fit the machine
 
 
 def layer_period(layer_types: tuple[str, ...]) -> tuple[int, int]:
@@ -143,6 +144,8 @@ def _faults(config: Olmo3Config) -> list[str]:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             faults.append(f"{name} is {value!r}, a positive whole number is wanted")
+        elif value > LARGEST:
+            faults.append(f"{name} is {value}, no model has more than {LARGEST}: is the file damaged?")
     if faults:
         return faults  # the checks below divide by these
     if config.num_attention_heads % config.num_key_value_heads:
@@ -203,4 +206,4 @@ YARN_FIELDS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_
 
 
 def _positive(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max

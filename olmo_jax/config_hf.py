@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 from .config import FULL, LAYER_TYPES, SIZES, SLIDING, Olmo3Config, RopeParameters
@@ -70,6 +71,8 @@ ROPE_KEYS = (
     "mscale_all_dim",
     "partial_rotary_factor",
 )
+ROPE_NUMBERS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
+ROPE_NUMBERS += ("mscale", "mscale_all_dim")
 
 
 def from_hf(raw: Mapping, where: str = "config.json", allow_unknown_keys: Sequence[str] = ()) -> Olmo3Config:
@@ -238,9 +241,9 @@ def _rope(raw: Mapping, layer_types: list[str], faults: list[str], notes: list[s
         spellings.append(("rope_theta and rope_scaling", resolved))
     elif raw.get("rope_theta") is not None:
         for name, resolved in spellings:
-            stated = {r.rope_theta for r in resolved.values() if r}
-            if stated and stated != {raw["rope_theta"]}:
-                faults.append(f"rope_theta is {raw['rope_theta']!r} but {name} says {sorted(stated, key=repr)}")
+            stated = [r.rope_theta for r in resolved.values()]
+            if any(theta != raw["rope_theta"] for theta in stated):
+                faults.append(f"rope_theta is {raw['rope_theta']!r} but {name} says {sorted(set(stated))}")
     if not spellings:
         faults.append("rope_theta is missing: neither rope_parameters nor rope_theta states the rotary embedding")
         return {}
@@ -286,6 +289,11 @@ def _block(block: Mapping, theta, name: str, faults: list[str]) -> RopeParameter
         if any(block.get(key) is not None for key in ROPE_KEYS[3:-1]):
             faults.append(f"rope_type is missing in {name}")
         rope_type = "default"
+    stated = {"rope_theta": theta, **{key: block.get(key) for key in ROPE_NUMBERS}}
+    wrong = [key for key, value in stated.items() if value is not None and not _is_number(value)]
+    if wrong:
+        faults += [f"{key} is {stated[key]!r} in {name}, a number is wanted" for key in wrong]
+        return RopeParameters("default", 2.0)  # never used: there are faults
     numbers = {key: block.get(key) for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")}
     attention_factor, truncate = block.get("attention_factor"), block.get("truncate")
     if rope_type == "yarn":
@@ -298,6 +306,11 @@ def _block(block: Mapping, theta, name: str, faults: list[str]) -> RopeParameter
     elif block.get("mscale") is not None or block.get("mscale_all_dim") is not None:
         faults.append(f"{name} holds mscale, but rope_type {rope_type} does not use it")
     return RopeParameters(rope_type, theta, **numbers, attention_factor=attention_factor, truncate=truncate)
+
+
+def _is_number(value) -> bool:
+    """A finite number that fits a float; NaN fails both comparisons."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _say(rope: Mapping[str, RopeParameters]) -> str:

@@ -56,9 +56,9 @@ def test_a_run_killed_again_and_again_resumes_and_ends_in_the_same_tensors(small
     journal = tmp_path / ".0.converting" / "journal.jsonl"
     for _ in range(40):
         done_before = len(journal.read_text().splitlines()) - 1 if journal.exists() else 0
-        run = start(source, tmp_path / "0", 0.02)
+        run = start(source, tmp_path / "0", 0.05)
         assert run.stdout.readline() == "ready\n"
-        time.sleep(rng.uniform(0.0, 0.5))
+        time.sleep(rng.uniform(0.0, 0.3))  # two of them are shorter than a whole run
         if run.poll() is None:
             run.send_signal(signal.SIGKILL)
             kills += 1

@@ -14,7 +14,7 @@ from ..olmo_jax.config import Olmo3Config
 from ..olmo_jax.config_hf import from_hf
 from ..olmo_jax.errors import BadInput
 from .fit import fit_tensors
-from .safetensors_io import DTYPES, no_duplicates
+from .safetensors_io import DTYPES, kind_of, no_duplicates
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,9 @@ def fit_source(
 
 def read_config(file: Path, allow_unknown_keys: Sequence[str], faults: list[str]) -> Olmo3Config | None:
     """The config of an HF folder or of an Orbax tree; None after appending its faults."""
+    if file.exists() and not file.is_file():
+        faults.append(f"{file} is {kind_of(file)}, a JSON file is wanted")
+        return None
     try:
         raw = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
         return from_hf(raw, str(file), allow_unknown_keys)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..olmo_jax.errors import BadInput
 from .orbax_io import TreeReader
+from .safetensors_io import naming
 
 READ_BYTES = 8 << 20  # of a file at once: fits the cache and is far above the cost of a call
 
@@ -65,7 +66,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 def _crc32(file: Path) -> int:
     value = 0
-    with file.open("rb") as stream:
+    with naming(file), file.open("rb") as stream:
         while block := stream.read(READ_BYTES):
             value = zlib.crc32(block, value)
     return value

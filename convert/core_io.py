@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from ..olmo_jax.errors import BadInput
-from .safetensors_io import pread_into
+from .safetensors_io import naming, pread_into
 from .unpickle import METADATA_NAMES, TENSOR_NAMES, TRAINER_NAMES, unpickle
 
 FOLDER = "model_and_optim"
@@ -210,7 +210,7 @@ def _locate(file: Path, start: int, length: int) -> _Values:
 
 
 def _find_values(file: Path, start: int, length: int, where: str) -> _Values:
-    with file.open("rb") as stream, _archive(stream, start, length, where) as archive:
+    with naming(file), file.open("rb") as stream, _archive(stream, start, length, where) as archive:
         described = unpickle(_read_member(archive, "data.pkl", where), TENSOR_NAMES, where)
         if not isinstance(described, dict) or "storage" not in described:
             raise BadInput(f"{where} holds a {type(described).__name__}, one tensor is wanted")

@@ -15,7 +15,7 @@ from ..olmo_jax.errors import BadInput
 from . import core_io
 from .checkpoint import Source, Tensor, fit_source
 from .mapping import Weight, weights
-from .safetensors_io import DTYPE_CODES, no_duplicates
+from .safetensors_io import DTYPE_CODES, kind_of, no_duplicates
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer"  # AI2's tokenizer export looks for <parent of the step folder>/tokenizer
@@ -94,6 +94,9 @@ def open_core(given: Path, step: Path, allow_unknown_keys: Sequence[str], strict
 
 
 def _read_config(file: Path, allow_unknown_keys: Sequence[str], faults: list[str]) -> tuple[Olmo3Config | None, int]:
+    if file.exists() and not file.is_file():
+        faults.append(f"{file} is {kind_of(file)}, a JSON file is wanted")
+        return None, 0
     try:
         raw = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
         return from_olmo_core(raw, str(file), allow_unknown_keys), padded_vocab_size(raw)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -65,8 +67,11 @@ def list_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:
 
 def read_header(file: Path, faults: list[str]) -> list[Entry]:
     """The tensors of one file, in the order of their bytes. A damaged file appends faults and gives what can be told."""
+    if not file.is_file():
+        faults.append(f"{file} is {kind_of(file)}, a safetensors file is wanted")
+        return []
     size = file.stat().st_size
-    with file.open("rb") as stream:
+    with naming(file), file.open("rb") as stream:
         first = stream.read(len(LFS_POINTER))
         if first.startswith(LFS_POINTER):
             faults.append(f"{file} is a Git LFS pointer, not the file itself: run `git lfs pull` there")
@@ -121,15 +126,34 @@ def pread_into(file: Path, offset: int, out: np.ndarray) -> None:
     view = memoryview(out)
     handle = os.open(file, os.O_RDONLY)
     try:
-        while len(view):
-            count = os.preadv(handle, [view[: 1 << 30]], offset)
-            if count == 0:
-                raise OSError(
-                    5, f"the file ended {len(view)} bytes early: was it changed while it was read?", str(file)
-                )
-            view, offset = view[count:], offset + count
+        with naming(file):
+            while len(view):
+                count = os.preadv(handle, [view[: 1 << 30]], offset)
+                if count == 0:
+                    raise OSError(5, f"the file ended {len(view)} bytes early: was it changed while it was read?")
+                view, offset = view[count:], offset + count
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """A read that fails in the middle (a bad disk) does not say of which file: add it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(file)
+        raise
+
+
+def kind_of(path: Path) -> str:
+    """What is there instead of a file. Opening a pipe would wait for ever."""
+    if path.is_dir():
+        return "a folder"
+    if path.exists():
+        return "no regular file"
+    return "a dangling symlink" if path.is_symlink() else "missing"
 
 
 def _list_shards(folder: Path, index: Path, faults: list[str]) -> dict[str, Entry]:

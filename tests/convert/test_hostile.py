@@ -340,3 +340,22 @@ def test_a_reader_that_went_away_is_not_a_difference(source):
     )
     run.stdout.close()
     assert run.stderr.read() == b"" and run.wait() == 141
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_what_is_no_file_is_said_and_not_waited_for(name, kind, source):
+    (source / name).unlink()
+    (source / name).mkdir() if kind == "folder" else os.mkfifo(source / name)
+    with pytest.raises(BadInput, match=f"{name} is {'a folder' if kind == 'folder' else 'no regular file'}"):
+        open_source(source)
+
+
+def test_a_disk_that_fails_under_the_source_is_named_by_the_source(source, tmp_path, monkeypatch):
+    def failing(*arguments):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("olmo_parity.convert.safetensors_io.os.preadv", failing)
+    with pytest.raises(OSError, match=r"Input/output error: .*model\.safetensors"):
+        hf2orbax(source, tmp_path / "0", quiet=True)
+    assert not (tmp_path / "0").exists()

@@ -84,6 +84,10 @@ class Olmo3Config:
                             for f in dataclasses.fields(RopeParameters)
                             if getattr(a, f.name, None) != getattr(b, f.name, None)
                         ]
+            elif name == "layer_types" and len(mine) == len(theirs):
+                found += [
+                    (f"layer_types[{i}]", a, b) for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b
+                ]
             elif mine != theirs:
                 found.append((name, mine, theirs))
         return found

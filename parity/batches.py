@@ -12,6 +12,7 @@ import numpy as np
 from ..olmo_jax.config import SLIDING, Olmo3Config
 from ..olmo_jax.errors import BadInput
 
+BUILT_IN = "built-in-"  # how their ids begin
 BUILT_IN_TOKENS = 512
 IMPOSED_WINDOW = 64  # tokens; small enough that 512 tokens pass it eight times at any model size
 BUILT_IN_SEED = 20251120
@@ -120,6 +121,8 @@ def read_prompts(path: Path, config: Olmo3Config, tokenizer: Path | None, max_to
                 raise ValueError(f"holds a {type(entry).__name__}, an object is wanted")
             _check_keys(entry)
             identity = str(entry["id"])
+            if identity.startswith(BUILT_IN):
+                raise ValueError(f"id {identity!r}: names that begin with {BUILT_IN} are the built-in sequences'")
             if identity in seen:
                 raise ValueError(f"id {identity!r} was used on line {seen[identity]} already")
             seen[identity] = number
@@ -129,10 +132,11 @@ def read_prompts(path: Path, config: Olmo3Config, tokenizer: Path | None, max_to
             else:
                 ids = entry["tokens"]
             sequences.append(_sequence(identity, ids, config, max_tokens))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # brackets in brackets, a thousand deep
             if isinstance(error, BadInput):
                 raise
-            what = f"is not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+            no_json = isinstance(error, (json.JSONDecodeError, RecursionError))
+            what = f"is not JSON: {error}" if no_json else str(error)
             faults.append(f"line {number}: {what}")
     if len(faults) > MAX_FAULTS:
         faults = [*faults[:MAX_FAULTS], f"and {len(faults) - MAX_FAULTS} more lines"]
@@ -149,6 +153,7 @@ def _check_keys(entry: dict) -> None:
         raise ValueError("id is missing")
     if not isinstance(entry["id"], (str, int)) or isinstance(entry["id"], bool):
         raise ValueError(f"id is {entry['id']!r}, text or a whole number is wanted")
+    str(entry["id"]).encode()  # half of a surrogate pair would break reports after the run; ValueError says where
     if len(kinds) != 1:
         raise ValueError(f"holds {' and '.join(kinds) or 'neither text nor tokens'}, one of text and tokens is wanted")
     unknown = sorted(set(entry) - {"id", "text", "tokens"})
@@ -156,6 +161,8 @@ def _check_keys(entry: dict) -> None:
         raise ValueError(f"holds the unknown key {unknown[0]!r}")
     if kinds == ["text"] and not isinstance(entry["text"], str):
         raise ValueError(f"text is {entry['text']!r}, a string is wanted")
+    if kinds == ["text"]:
+        entry["text"].encode()
     if kinds == ["tokens"] and not (
         isinstance(entry["tokens"], list)
         and all(isinstance(t, int) and not isinstance(t, bool) for t in entry["tokens"])
@@ -185,15 +192,31 @@ def _encoder(tokenizer: Path | None, path: Path):
             f"{path} holds text, but neither checkpoint has a tokenizer.json beside it. "
             'Give {"id": ..., "tokens": [...]} or put the tokenizer there'
         )
-    from tokenizers import Tokenizer  # only where text is given
-
+    try:
+        from tokenizers import Tokenizer  # only where text is given
+    except ImportError:
+        raise BadInput(f"{path} holds text, and tokenizers is not installed: pip install tokenizers") from None
     try:
         loaded = Tokenizer.from_file(str(tokenizer))
     except Exception as error:  # tokenizers raises bare Exception
         raise BadInput(f"{tokenizer} cannot be read as a tokenizer: {error}") from None
     loaded.no_truncation()
     loaded.no_padding()
-    return lambda text: loaded.encode(text, add_special_tokens=False).ids
+
+    def encode(text: str) -> list[int]:
+        try:
+            return loaded.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # as above
+            raise ValueError(f"cannot be encoded with {tokenizer}: {error}") from None
+
+    return encode
+
+
+# Everything that a run may leave uncovered, in whichever module its item is made.
+COVERAGE = (
+    "attention", "packed", "grouped_heads", "window", "yarn", "high_token_ids", "special_tokens", "bfloat16_interval",
+    "gradients",
+)  # fmt: skip
 
 
 def coverage(config: Olmo3Config, sequences: list[Sequence]) -> list[dict]:

@@ -25,6 +25,14 @@ from .run import SCHEMA
 
 EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 3}
 LEGS = ("config", "weights", "float32", "bfloat16")  # without these a report shows nothing
+DECIDING = (  # no option turns these off
+    ("config", "config fields that differ"),
+    ("float32", "finite logits"),
+    ("float32", "max |delta logit| / spread"),
+    ("float32", "max KL"),
+    ("bfloat16", "finite logits"),
+    ("bfloat16", "mean KL"),
+)
 CLOCKS = timedelta(minutes=5)  # two machines' clocks may differ by so much
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
@@ -53,14 +61,28 @@ def check_report(report: Path, target: Path, max_age: str | None = None) -> Answ
         _check_pass(record, report)
         _check_age(record, report, age)
         _check_code(record, report)
+        _check_settings(record)
         _check_target(record, report, target)
     except _No as no:
         return Answer(1, f"NO  {no}")
+    except BadInput:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # edited by hand, or made by something else
+        raise BadInput(f"{report} is not a whole report: {error!r}") from None
     side = record["candidate"]
     more = "".join(f"\n  note: {text}" for text in _qualifications(record))
     return Answer(
-        0, f"YES  {report} is a pass of {record['created']} for {target} (weights {side['weights_sha256'][:12]}){more}"
+        0,
+        f"YES  {report} is a pass of {record['created']} for {target} (weights {side['weights_sha256'][:12]}), judged "
+        f"against {record['reference']['path']} by the {record['profile']} profile{more}",
     )
+
+
+def _check_settings(record: dict) -> None:
+    """A parity.toml that was changed since may name another reference or other limits. One that is gone says nothing."""
+    file = Path(record["settings_file"]) if record.get("settings_file") else None
+    if file and file.is_file() and identity.file_hash(file) != record.get("settings_sha256"):
+        raise _No(f"{file} was changed since: reference, profile or limits may be others. Run the gate again")
 
 
 def parse_age(text: str) -> timedelta:
@@ -88,6 +110,10 @@ def inconsistencies(record: dict) -> list[str]:
         leg for leg in LEGS if leg not in ("weights", *lacking) and not any(c["leg"] == leg and c["on"] for c in record["criteria"])
     ]  # fmt: skip
     faults += [f"no criterion of the {leg} leg was judged" for leg in lacking]
+    judged = {(c["leg"], c["name"]) for c in record["criteria"] if c["on"] is True}
+    faults += [
+        f"{leg} {name} was not judged" for leg, name in DECIDING if leg not in lacking and (leg, name) not in judged
+    ]
     if sum(s["tokens"] for s in record["sequences"]) <= 0:
         faults.append("no tokens were compared")
     open_questions = [c["what"] for c in uncovered(record)] + record["open_questions"]

@@ -255,7 +255,7 @@ def labels(criteria: list[Criterion], float32: dict) -> list[str]:
     if padded and not plain:
         found.append("only padded rows differ: padding is seen, or one row of a batch sees another")
     rows = float32["by_position"]
-    if plain and len(rows) > 2 and rows[0]["positions"] == [0, 0]:
+    if plain and "weights" not in failed and len(rows) > 2 and rows[0]["positions"] == [0, 0]:
         first, last = rows[0]["kl_mean"], rows[-1]["kl_mean"]
         if last > 0 and first <= last * POSITION_0_QUIET:
             found.append(
@@ -289,7 +289,7 @@ def judge(criteria: list[Criterion], inconclusive: list[str], tokens: int) -> Ve
     failed = [c for c in judged if not c.passed]
     if failed:
         first = failed[0]
-        more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
+        more = f", and {len(failed) - 1} more criteria fail" if len(failed) > 1 else ""
         return Verdict(FAIL, f"{first.leg}: {first.name} is {first.value:.4g}, the limit is {first.limit:.4g}{more}")
     if inconclusive:
         return Verdict(INCONCLUSIVE, f"nothing differs, but: {'; '.join(inconclusive)}")

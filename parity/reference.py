@@ -32,6 +32,18 @@ HEAD_ROWS = 8192  # rows of the head multiplied at a time: 134 MB of a 7B head i
 FREQUENCY_TOLERANCE = 4 * 2.0**-23
 
 
+def import_torch():
+    """torch and transformers; BadInput where one of them is there and does not import."""
+    try:
+        import torch
+        import transformers
+    except Exception as error:  # a broken installation raises anything
+        raise BadInput(
+            f"PyTorch or transformers is installed but does not import: {type(error).__name__}: {error}"
+        ) from None
+    return torch, transformers
+
+
 def require_torch() -> None:
     """Raise BadInput with what to install, where torch or transformers is missing. Imports neither."""
     for name in ("torch", "transformers"):
@@ -61,11 +73,9 @@ def run_reference(
     is released before returning. streamed holds one layer at a time (streamed_reference.py), on the CPU, and gives the same
     numbers. device is torch's name for where a whole model runs. Raises BadInput where the live module is not what the config says.
     """
-    import torch
-    import transformers
-
     from . import streamed_reference  # here, because it is made of parts of this file
 
+    torch, transformers = import_torch()
     folder.mkdir()
     precision = full_float32_torch(device)
     if streamed:
@@ -226,7 +236,7 @@ def _load(source: Path, dtype, torch, transformers):
 def impose_window(model, config: Olmo3Config, window: int | None) -> None:
     """Set the window that masks are built with (config) and that fused attention would be told (module)."""
     window = window or config.sliding_window
-    model.config.sliding_window = window
+    model.config.sliding_window = window or 1  # where no layer slides transformers builds that mask too, and drops it
     for layer, kind in zip(model.model.layers, config.layer_types, strict=True):
         layer.self_attn.sliding_window = window if kind == SLIDING else None
 

@@ -105,7 +105,7 @@ def distance(criterion: dict) -> str:
     if not math.isfinite(value):
         return "no finite number"
     if limit == 0 or value == 0:
-        return "equal" if value <= limit else "must not occur"
+        return "none at all" if value <= limit else "must not occur"
     return f"{limit / value:.3g} times below" if value <= limit else f"{value / limit:.3g} times above"
 
 
@@ -140,7 +140,7 @@ def where(record: dict) -> list[str]:
         if name in failed:
             w = leg["worst"][0]
             lines.append(
-                f"{name}: worst at {w['sequence']} position {w['position']} (token {w['token']}), logit of token "
+                f"{name}: largest |delta| at {w['sequence']} position {w['position']} (token {w['token']}), logit of token "
                 f"{w['logit_of_token']}: |delta| {float(w['abs_delta_logit']):.3g}, KL {float(w['kl']):.3g}"
             )
     lines += gradient_lines(record) if gradients.LEG in failed else []
@@ -174,7 +174,9 @@ def advice(record: dict) -> list[str]:
     if "config" in failed:
         lines.append("the two configs describe different functions: compare olmo_config.json with config.json")
     if "weights" in failed:
-        lines.append("convert again, or run olmo-convert verify SOURCE TARGET to see every tensor that differs")
+        lines.append(
+            "olmo-convert verify SOURCE TARGET names every tensor; then convert again, or find who changed the source"
+        )
     if failed & {"float32", "bfloat16"} and failed & {"config", "weights"}:
         lines.append("the logits are judged on unequal models: put config and weights right before reading them")
     elif "float32" in failed:
@@ -266,7 +268,8 @@ def console(record: dict) -> str:
     lines += ["", *(f"  note: {note}" for note in record["notes"])]
     for side in ("reference", "candidate"):
         s = record[side]
-        lines.append(f"  {side}  {s['path']} ({s['dtype']})  weights {(s['weights_sha256'] or 'not read')[:12]}")
+        recorded = f", recorded {s['recorded_at']}, replayed from {s['record']}" if s.get("record") else ""
+        lines.append(f"  {side}  {s['path']} ({s['dtype']}){recorded}")
         lines.append(f"    on {ran_on(record['legs']['float32'][side])}")
     lines.append(f"  settings   {record['settings_file'] or 'no parity.toml was used'}")
     lines.append(f"  made       {record['created']}, {record['seconds']:.0f} s")
@@ -278,9 +281,15 @@ def _table(record: dict) -> list[str]:
     for c in record["criteria"]:
         by_hand = " (set by hand)" if c.get("set_by_hand") else ""
         limit = f"{float(c['limit']):.3g} {c['unit']}{by_hand}"
-        rows.append((c["leg"], c["name"], f"{float(c['value']):.3g}", limit, mark(c)))
+        rows.append((c["leg"], c["name"], _value(c), limit, mark(c)))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _value(criterion: dict) -> str:
+    """NaN of a criterion that is off was never measured."""
+    value = float(criterion["value"])
+    return "-" if math.isnan(value) and not criterion["on"] else f"{value:.3g}"
 
 
 def _first(lines: list[str], rest: str) -> list[str]:

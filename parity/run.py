@@ -16,7 +16,7 @@ from .candidate import run_candidate
 from .legs import Legs, narrower
 from .options import DEFAULTS, GateOptions
 from .recorded import is_record
-from .weights import weight_differences
+from .weights import nonfinite_weights, weight_differences
 
 SCHEMA = "olmo-parity/report/1"
 
@@ -50,6 +50,7 @@ def run_gate(
 
 def _run_gate(reference: Path, candidate: Path | None, options: GateOptions, say: Callable[[str], None]) -> dict:
     started = time.monotonic()
+    sides.check_accepted(options.accept_uncovered)
     place = devices.placement(
         options.candidate_device,
         options.reference_device,
@@ -69,7 +70,7 @@ def _run_gate(reference: Path, candidate: Path | None, options: GateOptions, say
         with tempfile.TemporaryDirectory(prefix="olmo-parity-") as folder:
             run_candidate(cand.path, [], dtype="float32", folder=Path(folder) / "devices", placement=place)
     unread = function.unread if function else ""  # why config and weights are not compared
-    differing = ref.config.differences(cand.config) if cand else []
+    differing = sides.config_differences(ref, cand) if cand else []
     criteria = [
         gate.count_criterion("config fields that differ", "config", len(differing), "fields", unread=unread),
         gate.count_criterion(
@@ -93,6 +94,10 @@ def _run_gate(reference: Path, candidate: Path | None, options: GateOptions, say
             "weights that differ", "weights", len(weights), "tensors", not options.weights_may_differ, unread=unread
         )
     )
+    nonfinite = nonfinite_weights(cand) if cand else []
+    criteria.append(
+        gate.count_criterion("weights with NaN or infinity", "weights", len(nonfinite), "tensors", unread=unread)
+    )
     whole = place.spread or place.reference == "cuda"  # layer by layer runs on one device, the reference's on the CPU
     streamed, why = footprint.choose_streamed(
         None if ref.kind == "record" else ref,
@@ -115,6 +120,7 @@ def _run_gate(reference: Path, candidate: Path | None, options: GateOptions, say
             place,
             options.allow_unknown_keys,
             say,
+            judged["reference"]["weights_sha256"],
             also=third,
         ).run()
         trained = None
@@ -171,7 +177,10 @@ def _run_gate(reference: Path, candidate: Path | None, options: GateOptions, say
         "sequences": [sides.describe_sequence(s) for s in sequences],
         **judged,
         "settings_file": str(options.settings_file) if options.settings_file else None,
-        "notes": sides.notes(ref, cand, sequences, unknown) + ([f"run {why}"] if why else []),
+        "settings_sha256": identity.file_hash(options.settings_file) if options.settings_file else None,
+        "notes": sides.notes(ref, cand, sequences, unknown)
+        + [f"the candidate's {sentence}" for sentence in nonfinite]
+        + ([f"run {why}"] if why else []),
         "versions": identity.versions(),
         "code_sha256": identity.code_hash(),
         "seconds": round(time.monotonic() - started, 2),

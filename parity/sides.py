@@ -50,6 +50,25 @@ def open_sides(reference: Path, candidate: Path | None, options: GateOptions, pl
     return ref, cand, function
 
 
+def check_accepted(names: tuple[str, ...]) -> None:
+    """Raise BadInput before the work where --accept-uncovered names something that no run has."""
+    unknown = sorted(set(names) - set(batches.COVERAGE))
+    if unknown:
+        raise BadInput(
+            f"--accept-uncovered {unknown[0]}: there is no such thing; known are {', '.join(batches.COVERAGE)}"
+        )
+
+
+def config_differences(ref, cand) -> list[tuple[str, object, object]]:
+    """Fields that differ and decide what is computed, or which tokens end a text: (name, reference's, candidate's).
+
+    An id that one side leaves out is no difference: OLMo-core's configs have no place for some.
+    """
+    ids, others = ref.config.token_ids, cand.config.token_ids
+    names = [n for n, mine in ids.items() if mine is not None and others.get(n) is not None and others[n] != mine]
+    return ref.config.differences(cand.config) + [(n, ids[n], others[n]) for n in names]
+
+
 def sequences_of(ref, cand, options: GateOptions) -> list[batches.Sequence]:
     """The built-in sequences and the prompts of options.batch, or those of a record."""
     if options.only_batch and options.batch is None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
 from ..convert.sources import Source
 from ..convert.verify import differing
+from .identity import MOST_WORKERS
 
 SLICE_BYTES = 64 << 20  # read at a time from each side
 
@@ -23,6 +30,22 @@ def weight_differences(
             found.append(entry)
     order = {name: i for i, name in enumerate(reference.tensors)}
     return sorted(found, key=lambda e: (order.get(e["weight"], len(order)), e["weight"]))
+
+
+def nonfinite_weights(source: Source) -> list[str]:
+    """A sentence for every weight that holds NaN or infinity.
+
+    Logits alone do not show one in the embedding of a token that no sequence holds, and both sides may be equal in it.
+    """
+
+    def one(tensor) -> int:
+        step = max(1, SLICE_BYTES * tensor.shape[0] // max(tensor.nbytes, 1))
+        parts = (tensor.rows(a, min(a + step, tensor.shape[0])) for a in range(0, tensor.shape[0], step))
+        return sum(int(part.size - np.isfinite(part).sum()) for part in parts)
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_WORKERS)) as pool:
+        counts = zip(source.tensors, pool.map(one, source.tensors.values()), strict=True)
+        return [f"{name} holds {count} NaN or infinite values" for name, count in counts if count]
 
 
 def _compare(name: str, a, b, first_side: str, second_side: str) -> dict | None:
@@ -45,7 +68,7 @@ def _compare(name: str, a, b, first_side: str, second_side: str) -> dict | None:
     if not count:
         return None
     sentence = (
-        f"{name} differs in {count} values, first at HF index {first}: "
+        f"{name} differs in {count} of {math.prod(a.shape)} values, first at HF index {first}: "
         f"{values[0]:.6g} in {first_side}, {values[1]:.6g} in {second_side}"
     )
     return {"weight": name, "values": count, "first": first, "sentence": sentence}

@@ -43,7 +43,7 @@ def good(tree):
         "pass",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         code_sha256=CODE,
-        versions=check.versions(),
+        versions=identity.versions(),
     )
     found["candidate"]["config_sha256"] = identity.file_hash(tree / "olmo_config.json")
     found["candidate"]["weights_sha256"] = identity.combined_hash(identity.tensor_hashes(source))

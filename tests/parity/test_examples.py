@@ -13,7 +13,7 @@ import yaml
 from tests.conftest import DATA
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
+EXAMPLES = ROOT / "examples" / "launch"
 
 
 def script(file, text):

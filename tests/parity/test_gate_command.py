@@ -1,6 +1,7 @@
 """olmo-parity as its user runs it: exit codes, sentences, the record."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_another_steps_weights_fail_and_are_named(tmp_path, needs_torch):
     done = run("--reference", find_fixture(CHECKPOINT), "--candidate", tmp_path / "tree")
     assert done.returncode == 1
     assert "model.layers.2.mlp.gate_proj.weight differs" in done.stdout
-    assert "float32: worst at" in done.stdout
+    assert "float32: largest |delta| at" in done.stdout
 
 
 def test_short_prompts_alone_are_inconclusive_unless_accepted(tree, tmp_path, needs_torch):
@@ -165,3 +166,17 @@ def test_without_torch_a_sentence_says_what_to_install(tree):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and "pip install 'olmo-parity[torch]'" in done.stderr
+
+
+def test_an_unknown_name_in_accept_uncovered_is_refused_before_the_work(tree):
+    done = run("--reference", find_fixture(CHECKPOINT), "--candidate", tree, "--accept-uncovered", "windows")
+    assert done.returncode == 2 and "there is no such thing; known are attention" in done.stderr
+    assert "comparing" not in done.stderr
+
+
+def test_a_torch_that_does_not_import_is_a_sentence(tree, tmp_path, needs_torch):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = run("--reference", find_fixture(CHECKPOINT), "--candidate", tree, env=env)
+    assert done.returncode == 2 and "does not import: OSError: libtorch_cpu.so" in done.stderr

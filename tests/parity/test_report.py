@@ -120,7 +120,12 @@ def test_console_names_decider_reason_place_and_remedy_before_the_table():
     table = next(i for i, line in enumerate(lines) if "criterion" in line and "limit" in line)
     top = "\n".join(lines[:table])
     assert top.startswith("FAIL  weights: weights that differ is 2, the limit is 0")
-    for words in ("any is a difference", "model.layers.2.mlp.gate_proj.weight differs", "worst at built-in", "try: "):
+    for words in (
+        "any is a difference",
+        "model.layers.2.mlp.gate_proj.weight differs",
+        "largest |delta| at built-in",
+        "try: ",
+    ):
         assert words in top
 
 

@@ -143,7 +143,7 @@ def test_every_key_is_an_option_of_the_command_line():
 
 
 def test_the_example_is_accepted():
-    found = settings.load(Path(__file__).parents[2] / "examples" / "parity.toml", False)
+    found = settings.load(Path(__file__).parents[2] / "examples" / "launch" / "parity.toml", False)
     assert set(found.values) == {"reference", "candidate", "batch", "profile"}
 
 

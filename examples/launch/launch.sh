@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Training starts only where both frameworks compute the same function, on the very bytes that were compared.
 #
-#   examples/launch.sh CANDIDATE COMMAND [ARGUMENT ...]
+#   examples/launch/launch.sh CANDIDATE COMMAND [ARGUMENT ...]
 #
-# The gate's options (reference, batch, profile, ...) stand in the nearest parity.toml. A report that still holds is used
-# again, so that a restart after a crash costs one reading of the weights and no second run of the gate.
+# The gate's options (reference, batch, profile, ...) stand in the nearest parity.toml. A report that still holds (same
+# weights, config, code and parity.toml, not too old) is used again, so that a restart after a crash costs one reading of
+# the weights and no second run of the gate.
 set -euo pipefail
 
 if [ "$#" -lt 2 ]; then

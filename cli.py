@@ -348,6 +348,9 @@ def convert_main() -> NoReturn:
 
 def parity_main() -> NoReturn:
     """Entry point of olmo-parity."""
+    from .parity.children import end_in_order
+
+    end_in_order()
     _run(parity_app)
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from ..convert.sources import Source
-from . import metrics
+from . import identity, metrics
 from .batches import Sequence, positions
 from .reference import BENIGN
 
+NEEDED = {"max_abs_delta_logit_shift_free", "spread_of_logits", "kl_max"}  # that limits are made of
 ENOUGH_TOKENS = 1024  # tokens; the largest of many differences hardly grows with more
 
 
@@ -23,6 +24,7 @@ def reference_noise(
     source: Source,
     sequences: list[Sequence],
     *,
+    weights: str,
     plain: Path,
     run: Callable[[list[Sequence], Path], dict],
     folder: Path,
@@ -31,7 +33,7 @@ def reference_noise(
 ) -> dict:
     """metrics.summarise of the reference in float32 against itself with changes that must not matter.
 
-    plain holds the unchanged logits by sequence; run(sequences, folder) writes the changed ones. Measured on the first
+    weights is the hash of the source's; plain holds the unchanged logits by sequence; run(sequences, folder) writes the changed ones. Measured on the first
     sequences only, and taken from the cache where source, sequences and facts are those of an earlier run.
     """
     chosen, tokens = [], 0
@@ -49,20 +51,25 @@ def reference_noise(
         ]
         return metrics.summarise(metrics.TokenStats.join(*stats), positions(chosen))
 
-    noise, kept = cached(key_of(source, chosen, facts), measure, again)
+    noise, kept = cached(key_of(source, weights, chosen, facts), measure, again)
     return {**noise, "from_cache": kept, "changes": list(BENIGN)}
 
 
 def cached(key: str, measure: Callable[[], dict], again: bool = False) -> tuple[dict, bool]:
     """The noise of an earlier run under this key, else measured and kept. Returns it and whether it was kept before.
 
-    A file that cannot be read or written costs time, not the run.
+    A file that cannot be read or written, or that holds something else, costs time, not the run.
     """
-    file = _folder() / f"{key}.json"
+    try:
+        file = _folder() / f"{key}.json"
+    except RuntimeError:  # no home folder: a container's user without a name
+        return measure(), False
     if not again:
         try:
-            return json.loads(file.read_text()), True
-        except (OSError, ValueError):
+            kept = json.loads(file.read_text())
+            if {name for name, value in kept.items() if isinstance(value, (int, float))} >= NEEDED:
+                return kept, True
+        except (OSError, ValueError, AttributeError):
             pass
     noise = measure()
     try:
@@ -75,14 +82,14 @@ def cached(key: str, measure: Callable[[], dict], again: bool = False) -> tuple[
     return noise, False
 
 
-def key_of(source: Source, sequences: list[Sequence], facts: list) -> str:
-    """sha256 over everything that the noise depends on: weights, config, sequences, machine, and the facts given.
+def key_of(source: Source, weights: str, sequences: list[Sequence], facts: list) -> str:
+    """sha256 over everything that the noise depends on: weights, config, sequences, code, machine, and the facts given.
 
-    The weights are taken by their files' names, sizes and times of change: hashing 14 GB would cost more than measuring.
+    The weights are taken by their own hash: another checkpoint may lie at the same path with equal sizes and times.
     """
-    files = sorted({tensor.file.resolve() for tensor in source.tensors.values()})
     everything = [
-        [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files],
+        weights,
+        identity.code_hash(),
         repr(source.config),
         [(s.sha256, s.first_position, s.window, s.documents) for s in sequences],
         [platform.machine(), _processor(), os.cpu_count(), os.environ.get("OMP_NUM_THREADS")],

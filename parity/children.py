@@ -17,6 +17,22 @@ from ..olmo_jax.errors import BadInput
 
 POLL_SECONDS = 0.05
 LAST_CHARACTERS = 2000  # of a dead child's stderr
+# -P: a numpy.py or an olmo_parity/ in the user's working directory is not what the child is meant to import.
+PYTHON = (sys.executable, "-P")
+ENDING = ("SIGTERM", "SIGHUP")  # what schedulers and closed terminals send
+
+
+def end_in_order() -> None:
+    """From here on a signal that ends this process lets it clean up first: children and temporary folders would stay."""
+
+    def end(number, _):
+        for name in ENDING:
+            signal.signal(getattr(signal, name), signal.SIG_IGN)  # a second one would cut the cleaning short
+        sys.exit(128 + number)  # what a shell says of a program that a signal ended
+
+    for name in ENDING:
+        if signal.getsignal(getattr(signal, name)) == signal.SIG_DFL:  # nohup ignores one on purpose
+            signal.signal(getattr(signal, name), end)
 
 
 def run_children(module: str, folder: Path, request: dict, env: dict[str, str], what: str) -> dict:
@@ -32,7 +48,7 @@ def run_children(module: str, folder: Path, request: dict, env: dict[str, str], 
     try:
         for index in range(count):
             with open(_stderr(folder, index), "wb") as stderr:
-                command = [sys.executable, "-m", module, str(folder), str(index), address]
+                command = [*PYTHON, "-m", module, str(folder), str(index), address]
                 children.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=stderr))
         while (codes := [c.poll() for c in children]).count(0) < count and not any(codes):
             time.sleep(POLL_SECONDS)

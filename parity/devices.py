@@ -134,8 +134,12 @@ def start_jax(request: Mapping, index: int = 0, address: str = ""):
                 address, processes, index, local_device_ids=[index], initialization_timeout=START_SECONDS
             )
         devices = jax.devices()
-    except RuntimeError as error:
-        raise BadInput(f"--candidate-device {wanted or '(not given)'}: JAX does not start: {error}") from None
+    except Exception as error:  # a platform that is not there ends in an AssertionError without a word
+        platforms = os.environ.get("JAX_PLATFORMS") or "not set"
+        raise BadInput(
+            f"--candidate-device {wanted or '(not given)'}: JAX does not start with JAX_PLATFORMS {platforms}: "
+            f"{error or type(error).__name__}"
+        ) from None
     found = jax.default_backend()
     if wanted and found != wanted:  # with "cuda" JAX goes on without a word where no GPU is visible
         raise BadInput(f"--candidate-device {wanted}: JAX finds none on this machine, only {found}")

@@ -16,6 +16,7 @@ from ..olmo_jax.config import Olmo3Config
 from ..olmo_jax.errors import BadInput
 from .batches import Sequence
 from .candidate import LENGTH_STEP, padded_row
+from .children import PYTHON
 
 # The loss is the mean over every target token of all documents, in nats, from float32 logits; with z_loss it also has
 # z_loss times the mean of logsumexp squared. Both sides sum over a row, divide by the targets of the whole run, and add
@@ -170,7 +171,7 @@ def run_jax_gradients(
     }
     (folder / "request.json").write_text(json.dumps(request))
     child = subprocess.run(
-        [sys.executable, "-m", "olmo_parity.parity.gradient_sides", str(folder)],
+        [*PYTHON, "-m", "olmo_parity.parity.gradient_sides", str(folder)],
         env=environment,
         capture_output=True,
         text=True,

@@ -43,16 +43,19 @@ def tensor_hashes(source: Source) -> dict[str, tuple[str, tuple[int, ...], str]]
         return dict(pool.map(one, jobs))
 
 
-def hf_hashes(source: Source, round_to: str | None = None) -> dict[str, str]:
+def hf_hashes(source: Source, round_to: str | None = None, exact: bool = False) -> dict[str, str]:
     """sha256 of every weight's bytes in HF orientation, by HF name, whatever form the checkpoint has.
 
-    round_to casts first (to nearest even), as a conversion to that dtype does.
+    round_to casts first (to nearest even), as a conversion to that dtype does. exact leaves rows that the cast would change
+    as they are, so that their hash is that of no weight in that dtype.
     """
+    dtype = None if round_to is None else np.dtype(ml_dtypes.bfloat16 if round_to == "bfloat16" else round_to)
 
     def one(tensor) -> tuple[str, str]:
         digest = hashlib.sha256()
         for rows in _rows(tensor):
-            rows = rows if round_to is None else rows.astype(ml_dtypes.bfloat16 if round_to == "bfloat16" else round_to)
+            cast = rows if dtype is None else rows.astype(dtype)
+            rows = cast if not exact or np.array_equal(cast.astype(rows.dtype), rows) else rows
             digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
         return tensor.hf, digest.hexdigest()
 

@@ -41,6 +41,7 @@ class Legs:
     placement: Placement  # where either side runs
     allow_unknown_keys: tuple[str, ...]
     say: Callable[[str], None]
+    weights: str  # hash of the reference's
     also: Also | None = None  # a third side of the float32 leg
 
     def __post_init__(self):
@@ -141,6 +142,7 @@ class Legs:
         return calibrate.reference_noise(
             self.reference,
             self.sequences,
+            weights=self.weights,
             plain=self.folder / "ref32",
             run=lambda sequences, folder: run_reference(
                 self.reference.path,
@@ -240,10 +242,11 @@ def main_dtype(source: Source | Recorded) -> str:
 
 
 def narrower(reference: Source, candidate: Source | CandidateFn) -> str | None:
-    """The dtype to round the reference's weights to before the float32 leg: the candidate's, where it holds fewer bits.
+    """The dtype to round the reference's weights to before the float32 leg: the candidate's, where a conversion rounded.
 
     What a candidate function reads is known where its checkpoint could be opened.
     """
     if isinstance(candidate, CandidateFn):
         return narrower(reference, candidate.source) if candidate.source else None
-    return main_dtype(candidate) if main_dtype(reference) == "float32" != main_dtype(candidate) else None
+    stored = main_dtype(candidate)
+    return None if stored in ("float32", main_dtype(reference)) else stored

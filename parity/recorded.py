@@ -87,9 +87,11 @@ class Recorded:
 
     def weight_differences(self, candidate: Source) -> list[dict]:
         """As weights.weight_differences, from hashes: it can say which weights differ, not where."""
-        rounded = self.record["weights_rounded"] if self.dtype != _dtype_of(candidate) else None
+        dtype = _dtype_of(candidate)
+        rounded = self.record["weights_rounded"] if dtype == "bfloat16" != self.dtype else None
         stored = rounded or self.record["weights"]
-        found = hf_hashes(candidate)
+        widened = dtype == "float32" != self.dtype  # a conversion to float32 keeps every value
+        found = hf_hashes(candidate, self.dtype if widened else None, exact=widened)
         return [
             {
                 "weight": name,
@@ -176,7 +178,7 @@ def write_record(
     try:
         staging.mkdir()
         wanted = [("float32", None), ("bfloat16", None)]
-        if facts["dtype"] == "float32":
+        if facts["dtype"] != "bfloat16":
             wanted.insert(1, ("float32", "bfloat16"))
         runs = {}
         for dtype, round_to in wanted:
@@ -193,7 +195,7 @@ def write_record(
             "config": to_hf(source.config),
             "rotary_tables_sha256": tables_hash(rope_tables(source.config)),
             "weights": hf_hashes(source),
-            "weights_rounded": hf_hashes(source, "bfloat16") if facts["dtype"] == "float32" else None,
+            "weights_rounded": hf_hashes(source, "bfloat16") if facts["dtype"] != "bfloat16" else None,
             "noise": noise(staging / "float32"),
             "sequences": [{**asdict(s), "tokens": s.tokens.tolist()} for s in sequences],
             "runs": runs,

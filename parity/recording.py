@@ -54,6 +54,7 @@ def record_reference(
             return calibrate.reference_noise(
                 source,
                 sequences,
+                weights=facts["side"]["weights_sha256"],
                 plain=plain,
                 run=lambda chosen, folder: run("float32", None, folder, chosen, benign=True),
                 folder=Path(folder) / "benign",

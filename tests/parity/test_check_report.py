@@ -192,6 +192,14 @@ EDITS = {
         lambda r: [c.update(on=False) for c in r["criteria"] if c["leg"] == "bfloat16"],
         "no criterion of the bfloat16 leg was judged",
     ),
+    "one criterion switched off": (
+        lambda r: criterion(r, "float32", "max KL").update(on=False),
+        "float32 max KL was not judged",
+    ),
+    "one criterion taken out": (
+        lambda r: r["criteria"].remove(criterion(r, "bfloat16", "mean KL")),
+        "bfloat16 mean KL was not judged",
+    ),
     "no tokens": (lambda r: r.update(sequences=[]), "no tokens were compared"),
     "another version": (lambda r: r["versions"].update({"olmo-parity": "0.0.9"}), "was made by olmo-parity 0.0.9"),
     "edited code": (lambda r: r.update(code_sha256="0" * 64), "(code 000000000000)"),
@@ -232,6 +240,8 @@ def test_a_changed_candidate_function_is_a_no(tree, ask, tmp_path):
         lambda r: r.pop("code_sha256"),
         lambda r: r.pop("schema"),
         lambda r: r.update(versions=None),
+        lambda r: r.update(code_sha256=5),
+        lambda r: r.update(settings_file=5),
     ],
 )
 def test_half_a_report_cannot_be_read(tree, ask, edit):

@@ -61,8 +61,8 @@ def check_report(report: Path, target: Path, max_age: str | None = None) -> Answ
         _check_pass(record, report)
         _check_age(record, report, age)
         _check_code(record, report)
-        _check_settings(record)
         _check_target(record, report, target)
+        _check_settings(record)
     except _No as no:
         return Answer(1, f"NO  {no}")
     except BadInput:

@@ -16,7 +16,7 @@ import pytest
 from olmo_parity.convert.pipeline import hf2orbax
 from olmo_parity.convert.sources import open_source
 from olmo_parity.olmo_jax.errors import BadInput
-from olmo_parity.parity import also, batches, core_model, gate, legs, metrics, report, run, settings
+from olmo_parity.parity import also, batches, core_model, gate, legs, metrics, report, settings, sides
 from olmo_parity.parity.options import GateOptions
 from olmo_parity.parity.run import run_gate
 from tests.conftest import find_fixture
@@ -83,7 +83,7 @@ def stand_ins(monkeypatch, tmp_path, reference=0.0, candidate=0.0, core=0.0):
     monkeypatch.setattr(legs, "run_reference", torch_side)
     monkeypatch.setattr(legs, "run_candidate", jax_side)
     monkeypatch.setattr(core_model, "run_core", core_side)
-    monkeypatch.setattr(run, "require_torch", lambda: None)
+    monkeypatch.setattr(sides, "require_torch", lambda: None)
 
 
 def gated(tree):

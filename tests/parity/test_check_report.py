@@ -70,6 +70,23 @@ def test_a_fresh_pass_for_these_bytes_is_a_yes(tree, copied, ask):
     assert ask(tree / "state").exit_code == 0  # the item of the same step
 
 
+def test_a_parity_toml_that_changed_since_is_a_no_and_one_that_is_gone_says_nothing(tree, tmp_path, ask):
+    settings = tmp_path / "parity.toml"
+    settings.write_text('profile = "default"')
+    judged = {"settings_file": str(settings), "settings_sha256": identity.file_hash(settings)}
+    assert ask(tree, lambda r: r.update(judged)).exit_code == 0
+    settings.write_text('profile = "published"')
+    answer = ask(tree, lambda r: r.update(judged))
+    assert answer.exit_code == 1 and "was changed since" in answer.sentence
+    settings.unlink()
+    assert ask(tree, lambda r: r.update(judged)).exit_code == 0
+
+
+def test_a_yes_names_reference_and_profile(tree, ask, good):
+    sentence = ask(tree).sentence
+    assert good["reference"]["path"] in sentence and "default profile" in sentence
+
+
 def test_one_changed_bit_of_a_weight_is_a_no_that_names_the_weight(copied, ask):
     spec = {
         "driver": "zarr3",

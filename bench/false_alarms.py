@@ -1,6 +1,6 @@
 """How often the gate fails a right candidate: random configs, seeds and right candidates, judged as the gate judges.
 
-    python bench/false_alarms.py [--configs 20] [--seeds 5]
+    python bench/false_alarms.py [--configs 20] [--seeds 5] [--first 0]
 
 Every run has two right candidates: olmo_jax (unrolled or scanned), and transformers itself with other attention, other
 padding, other threads and another summation order of the head. The sequences are the built-in ones. Prints one line for
@@ -119,10 +119,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--configs", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first", type=int, default=0, help="config to begin with")
     arguments = parser.parse_args()
     jax.config.update("jax_default_matmul_precision", "highest")
     count, alarms, open_questions, margins = 0, {"float32": 0, "bfloat16": 0}, 0, {}
-    for number in range(arguments.configs):
+    for number in range(arguments.first, arguments.first + arguments.configs):
         raw = random_config(np.random.default_rng(number))
         for seed in range(arguments.seeds):
             for name, (criteria, faults) in one_run(raw, seed, spread=bool((number + seed) % 2)).items():

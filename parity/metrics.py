@@ -157,6 +157,8 @@ def summarise(stats: TokenStats, positions: np.ndarray) -> dict:
         "observed_logprob_delta_rms": _mean(delta**2) ** 0.5,
         "loss_reference": _mean(loss),
         "loss_candidate": _mean(loss - delta),
+        "perplexity_reference": float(np.exp(_mean(loss))),
+        "perplexity_candidate": float(np.exp(_mean(loss - delta))),
         "loss_standard_error": float(loss.std(ddof=1) / np.sqrt(loss.size)) if loss.size > 1 else math.nan,
         "nonfinite_logits_reference": int(stats.nonfinite_reference.sum()),
         "nonfinite_logits_candidate": int(stats.nonfinite_candidate.sum()),

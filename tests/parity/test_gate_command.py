@@ -180,3 +180,17 @@ def test_a_torch_that_does_not_import_is_a_sentence(tree, tmp_path, needs_torch)
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = run("--reference", find_fixture(CHECKPOINT), "--candidate", tree, env=env)
     assert done.returncode == 2 and "does not import: OSError: libtorch_cpu.so" in done.stderr
+
+
+def test_two_sides_that_agree_on_yarn_in_every_layer_fail_together(tmp_path, needs_torch):
+    wrong = tmp_path / "wrong"
+    shutil.copytree(find_fixture("tiny-yarn/hf-float32"), wrong)
+    config = json.loads((wrong / "config.json").read_text())
+    config["rope_parameters"]["sliding_attention"] = config["rope_parameters"]["full_attention"]
+    (wrong / "config.json").write_text(json.dumps(config))
+    convert = [BIN / "olmo-convert", "hf2orbax", wrong, tmp_path / "tree"]
+    assert "keeps plain rotary there" in subprocess.run(convert, check=True, capture_output=True, text=True).stdout
+    done = run("--reference", wrong, "--candidate", tmp_path / "tree", "--json", tmp_path / "r.json")
+    assert done.returncode == 1, done.stdout + done.stderr
+    failed = [c["name"] for c in json.loads((tmp_path / "r.json").read_text())["criteria"] if not c["passed"]]
+    assert failed == ["layer types with scaling that must not have it"]

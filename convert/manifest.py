@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -42,10 +43,10 @@ def make_manifest(*, source: dict, config: Olmo3Config, tensors: list[dict], **m
     }
 
 
-def versions() -> dict[str, str]:
-    """Installed versions of everything that has a hand in a conversion, without importing any of it."""
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Versions of those packages that are installed (everything with a hand in a conversion), importing none of them."""
     found = {}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

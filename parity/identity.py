@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import itertools
 import os
 import platform
@@ -14,6 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from ..convert import manifest
 from ..convert.orbax_io import TreeReader, resolve_tree
 from ..convert.sources import CONFIG, ORBAX_CONFIG, Source
 from ..olmo_jax.errors import BadInput
@@ -99,12 +99,7 @@ def code_hash(package: Path | None = None) -> str:
 def versions() -> dict[str, str]:
     """Versions of Python, the platform and every package that takes part, without importing them."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return found | dict.fromkeys(PACKAGES, "not installed") | manifest.versions(PACKAGES)
 
 
 def _leaves(source: Source) -> Iterator[tuple]:

@@ -6,7 +6,7 @@ transposed). The arithmetic is in layers.py, the leaves' shapes in tree.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -78,6 +78,27 @@ class RMSNorm(nnx.Module):
         return L.rms_norm(x, self.scale[...], self.eps)
 
 
+# Steps without parameters are modules too, so that each has a name: what they give can be captured and compared by it.
+class Rotary(nnx.Module):
+    def __call__(self, x, inputs: AttentionInputs):  # [B, T, heads, H] -> [B, T, heads, H]
+        return L.rotate(x, inputs.cos, inputs.sin)
+
+
+class Mix(nnx.Module):
+    def __call__(self, q, k, v, inputs: AttentionInputs):  # [B, T, N, H], k and v [B, S, K, H] -> [B, T, N, H]
+        return L.attention(q, k, v, inputs.mask)
+
+
+class SwiGLU(nnx.Module):
+    def __call__(self, gate, up):  # [B, T, F] -> [B, T, F]
+        return L.swiglu(gate, up)
+
+
+class Residual(nnx.Module):
+    def __call__(self, x, change):  # [B, T, D] -> [B, T, D]
+        return x + change
+
+
 class Attention(nnx.Module):
     def __init__(self, config: Olmo3Config, params: Mapping):
         self.head_dim = config.head_dim
@@ -87,14 +108,14 @@ class Attention(nnx.Module):
         self.o_proj = Linear(params["o_proj"])  # [N H, D]
         self.q_norm = RMSNorm(params["q_norm"], config.rms_norm_eps)
         self.k_norm = RMSNorm(params["k_norm"], config.rms_norm_eps)
+        self.q_rotary, self.k_rotary, self.mix = Rotary(), Rotary(), Mix()
 
     def __call__(self, x, inputs: AttentionInputs):  # [B, T, D] -> [B, T, D]
         # q and k are normalised over all heads together, before the split into heads and before rotary.
         q = self._heads(self.q_norm(self.q_proj(x)))
         k = self._heads(self.k_norm(self.k_proj(x)))
         v = self._heads(self.v_proj(x))
-        q, k = L.rotate(q, inputs.cos, inputs.sin), L.rotate(k, inputs.cos, inputs.sin)
-        mixed = L.attention(q, k, v, inputs.mask)
+        mixed = self.mix(self.q_rotary(q, inputs), self.k_rotary(k, inputs), v, inputs)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1))
 
     def _heads(self, x):  # [B, T, heads H] -> [B, T, heads, H]
@@ -106,9 +127,10 @@ class MLP(nnx.Module):
         self.gate_proj = Linear(params["gate_proj"])  # [D, F]
         self.up_proj = Linear(params["up_proj"])  # [D, F]
         self.down_proj = Linear(params["down_proj"])  # [F, D]
+        self.swiglu = SwiGLU()
 
     def __call__(self, x):  # [B, T, D] -> [B, T, D]
-        return self.down_proj(L.swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self.swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class DecoderLayer(nnx.Module):
@@ -119,10 +141,11 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(params["mlp"])
         self.post_attention_layernorm = RMSNorm(params["post_attention_layernorm"], config.rms_norm_eps)
         self.post_feedforward_layernorm = RMSNorm(params["post_feedforward_layernorm"], config.rms_norm_eps)
+        self.attention_residual, self.mlp_residual = Residual(), Residual()
 
     def __call__(self, x, inputs: AttentionInputs):  # [B, T, D] -> [B, T, D]
-        x = x + self.post_attention_layernorm(self.self_attn(x, inputs))
-        return x + self.post_feedforward_layernorm(self.mlp(x))
+        x = self.attention_residual(x, self.post_attention_layernorm(self.self_attn(x, inputs)))
+        return self.mlp_residual(x, self.post_feedforward_layernorm(self.mlp(x)))
 
 
 class Olmo3(nnx.Module):
@@ -223,35 +246,45 @@ def module_outputs(model: Olmo3, tokens, positions=None, segment_ids=None) -> di
     if model.repeats:
         raise BadInput("a scanned model has no module of its own per layer: build it with scan_layers=False")
     outputs: dict[str, jax.Array] = {}
-    recorded = nnx.merge(*nnx.split(model))  # the same arrays under new modules, so that the caller's stay as they are
-    _record(recorded, "", outputs)
-    outputs["lm_head"] = recorded(tokens, positions, segment_ids)
+
+    def record(name, module, *args):
+        outputs[name] = module(*args)
+        return outputs[name]
+
+    outputs["lm_head"] = with_calls(model, record)(tokens, positions, segment_ids)
     return outputs
 
 
-def _record(module: nnx.Module, prefix: str, outputs: dict) -> None:
-    """Put a recorder in the place of every module below this one."""
+def with_calls(model: nnx.Module, call: Callable, prefix: str = ""):
+    """The model, or a part of it, in which call(name, module, *args) stands for every module(*args) below it.
 
-    def recorder(child, name):
-        _record(child, name + ".", outputs)
-        return _Recorder(child, name, outputs)
+    call may note what it is given, or give something else. Names begin with prefix. Modules of modules are called through
+    it as well. The result has the same arrays under new modules, and is plain Python: it lives for one call, in or outside
+    jax.jit, and is no argument of it.
+    """
+    copy = nnx.merge(*nnx.split(model))
+    _stand_in(copy, prefix, call)
+    return copy
+
+
+def _stand_in(module: nnx.Module, prefix: str, call: Callable) -> None:
+    def stand_in(child, name):
+        _stand_in(child, name + ".", call)
+        return _StandIn(child, name, call)
 
     for name, child in list(vars(module).items()):
         if isinstance(child, nnx.List):
-            setattr(module, name, [recorder(one, f"{prefix}{name}.{i}") for i, one in enumerate(child)])
+            setattr(module, name, [stand_in(one, f"{prefix}{name}.{i}") for i, one in enumerate(child)])
         elif isinstance(child, nnx.Module):
-            setattr(module, name, recorder(child, prefix + name))
+            setattr(module, name, stand_in(child, prefix + name))
 
 
-class _Recorder:
-    """Stands in a module's place, calls it, and notes what it gave. Plain Python: it lives for one call."""
-
-    def __init__(self, module, name, outputs):
-        self.module, self.name, self.outputs = module, name, outputs
+class _StandIn:
+    def __init__(self, module, name, call):
+        self.module, self.name, self.call = module, name, call
 
     def __call__(self, *args):
-        self.outputs[self.name] = self.module(*args)
-        return self.outputs[self.name]
+        return self.call(self.name, self.module, *args)
 
     def __getattr__(self, name):
         return getattr(self.module, name)

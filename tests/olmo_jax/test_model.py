@@ -440,7 +440,10 @@ def test_every_module_gives_its_output_by_its_name(tiny_config, lively_tree, tie
     outputs = module_outputs(model, tokens)
     modules = {path.rpartition("/")[0].replace("/", ".") for path in leaves(config)}
     parents = {f"layers.{i}{part}" for i in range(4) for part in ("", ".mlp", ".self_attn")}
-    assert set(outputs) == modules | parents | {"lm_head"}
+    steps = ("self_attn.q_rotary", "self_attn.k_rotary", "self_attn.mix", "mlp.swiglu")
+    steps += ("attention_residual", "mlp_residual")
+    without_weights = {f"layers.{i}.{step}" for i in range(4) for step in steps}
+    assert set(outputs) == modules | parents | without_weights | {"lm_head"}
     assert list(outputs)[:2] == ["embed_tokens", "layers.0.self_attn.q_proj"] and list(outputs)[-1] == "lm_head"
     assert (outputs["lm_head"] == model(tokens)).all()
     layer = outputs["layers.1"] + outputs["layers.2.post_attention_layernorm"]
@@ -449,6 +452,7 @@ def test_every_module_gives_its_output_by_its_name(tiny_config, lively_tree, tie
     jitted = nnx.jit(module_outputs)(model, tokens)
     assert max(float(np.abs(jitted[name] - outputs[name]).max()) for name in outputs) <= NOISE
     assert type(model.norm).__name__ == "RMSNorm" and type(model.layers[0].mlp).__name__ == "MLP"  # left as it was
+    assert all((outputs[f"layers.{i}"] == outputs[f"layers.{i}.mlp_residual"]).all() for i in range(4))
     with pytest.raises(BadInput, match="scan_layers=False"):
         scanned = from_tree(
             config.replace(layer_types=(FULL,) * 4), lively_tree(config), dtype=jnp.float32, scan_layers=True

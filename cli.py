@@ -145,9 +145,46 @@ def record(
     typer.echo(f"{target}: {len(kept['sequences'])} sequences, {tokens} tokens, runs {', '.join(kept['runs'])}")
 
 
+@parity_app.command()
+def preflight(
+    context: typer.Context,
+    only: Annotated[
+        list[str] | None, typer.Option(help="This stage alone. Repeatable. Known: weights, logits.")
+    ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going/--no-keep-going", help="Run the stages after one that failed too.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict/--no-strict", help="Exit 3 where a stage, or a part of one, was not run.")
+    ] = False,
+    reference: Annotated[Path | None, typer.Option(help="Hugging Face folder, or a record of one.")] = None,
+    candidate: Annotated[Path | None, typer.Option(help="Orbax tree: what training will start from.")] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="What the weights came from, where that is not the reference.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the whole record there.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML there.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write a summary for a pull request there.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="Instead of the nearest parity.toml.")] = None,
+    no_config: Annotated[bool, typer.Option("--no-config", help="Read no parity.toml.")] = False,
+) -> None:
+    """Everything before a launch, stage by stage. Exit 0 pass, 1 fail, 2 bad input, 3 inconclusive."""
+    from .parity import preflight_options, preflight_report, report, settings
+    from .parity.preflight import run_preflight
+
+    given = _given(context)
+    found = settings.load(given.pop("config", None), given.pop("no_config", False))
+    options, reports = preflight_options.choose(given, found)
+    report.prepare(reports, options.inputs)
+    record = run_preflight(options, say=_say)
+    typer.echo(preflight_report.console(record))
+    preflight_report.write_reports(record, **reports)
+    raise typer.Exit(record["exit_code"])
+
+
 @parity_app.command("check-report")
 def check_report(
-    report: Annotated[Path, typer.Argument(help="What olmo-parity --json wrote.")],
+    report: Annotated[Path, typer.Argument(help="What --json of the gate or of preflight wrote.")],
     target: Annotated[Path, typer.Argument(help="The checkpoint about to be used.")],
     max_age: Annotated[str | None, typer.Option(help="Refuse an older report: 24h, 90m, 7d.")] = None,
 ) -> None:

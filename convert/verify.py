@@ -67,12 +67,14 @@ def verify(
     target: str | Path,
     *,
     allow_unknown_keys: Sequence[str] = (),
+    dtype: str | None = None,
     workers: int | None = None,
     quiet: bool = False,
 ) -> Verification:
     """Compare two checkpoints of any forms: config, names, shapes, dtypes, and every bit of every tensor.
 
     Where the target's manifest says that a dtype was asked for, the source is cast the same way first, and a note says so.
+    dtype says so for a target without a manifest.
     """
     b = open_source(target, allow_unknown_keys)
     a = _open_like(source, b, allow_unknown_keys)
@@ -80,7 +82,7 @@ def verify(
         f"config: {name} is {x!r} in {a.path}, {y!r} in {b.path}" for name, x, y in a.config.differences(b.config)
     ]
     notes = [a.said, b.said]
-    asked = _asked_dtype(b)
+    asked = _asked_dtype(b) or dtype
     pairs = [(w, a.tensors[w.hf], b.tensors[w.hf]) for w in weights(b.config) if w.hf in a.tensors]
     differences += [f"{w.hf} is missing in {a.path}" for w in weights(b.config) if w.hf not in a.tensors]
     differences += [f"{name} is missing in {b.path}" for name in a.tensors if name not in b.tensors]
@@ -90,7 +92,8 @@ def verify(
         elif x.dtype != y.dtype and y.dtype.name != asked:
             differences.append(f"{x.hf} is {x.dtype.name} in {a.path}, {y.dtype.name} in {b.path}")
     if asked and any(x.dtype != y.dtype for _, x, y in pairs):
-        notes.append(f"the target was cast to {asked} on request: the source was cast the same way before comparing")
+        why = "was cast to {} on request" if _asked_dtype(b) else "is stored in {}"
+        notes.append(f"the target {why.format(asked)}: the source was cast the same way before comparing")
     comparable = [
         p for p in pairs if p[1].shape == p[2].shape and (p[1].dtype == p[2].dtype or p[2].dtype.name == asked)
     ]

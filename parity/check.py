@@ -20,6 +20,9 @@ from ..convert.orbax_io import is_tree, resolve_tree
 from ..convert.sources import CONFIG, ORBAX_CONFIG, open_source
 from ..olmo_jax.errors import BadInput
 from . import identity
+from .preflight import SCHEMA as PREFLIGHT
+from .preflight import not_run_of, verdict_of
+from .preflight_options import STAGES
 from .report import uncovered
 from .run import SCHEMA
 
@@ -48,14 +51,17 @@ class _No(Exception):
 
 
 def check_report(report: Path, target: Path, max_age: str | None = None) -> Answer:
-    """Does a report of the gate hold for this checkpoint, now, with this code?
+    """Does a report of the gate, or of preflight, hold for this checkpoint, now, with this code?
 
     All of the checkpoint's data is read and hashed; its manifest.json is not believed. Raises BadInput where the report
     or the checkpoint cannot be read.
     """
     age = None if max_age is None else parse_age(max_age)
-    record = _read(report)
+    whole = record = _read(report)
     try:
+        if whole["schema"] == PREFLIGHT:
+            record = _check_preflight(whole, report)
+            _check_age(whole, report, age)
         _check_schema(record, report)
         _check_judged(record, report)
         _check_pass(record, report)
@@ -70,12 +76,55 @@ def check_report(report: Path, target: Path, max_age: str | None = None) -> Answ
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # edited by hand, or made by something else
         raise BadInput(f"{report} is not a whole report: {error!r}") from None
     side = record["candidate"]
-    more = "".join(f"\n  note: {text}" for text in _qualifications(record))
+    notes = _qualifications(record)
+    if whole is not record and whole["not_run"]:
+        notes.insert(0, f"not run: {'; '.join(whole['not_run'])}")
+    more = "".join(f"\n  note: {text}" for text in notes)
     return Answer(
         0,
         f"YES  {report} is a pass of {record['created']} for {target} (weights {side['weights_sha256'][:12]}), judged "
         f"against {record['reference']['path']} by the {record['profile']} profile{more}",
     )
+
+
+def _check_preflight(whole: dict, report: Path) -> dict:
+    """The gate's own record inside that of a preflight, which is judged like any other; the rest is judged here."""
+    if whole["only"]:
+        raise _No(f"{report} is of {', '.join(whole['only'])} alone (--only): run all of preflight")
+    stages = {s["stage"]: s for s in whole["stages"]}
+    faults = [f"there is no stage {name}" for name in STAGES if name not in stages]
+    faults += [f"{s['stage']}: {fault}" for s in whole["stages"] for fault in _stage_faults(s)]
+    verdict = verdict_of(whole["stages"], whole["strict"])
+    if (whole["verdict"], whole["exit_code"]) != verdict[:2]:
+        faults.append(f"the verdict is {whole['verdict']!r}, its stages make it {verdict[0]!r}")
+    if whole["not_run"] != not_run_of(whole["stages"]):
+        faults.append("what was not run is not what its stages say")
+    if faults:
+        raise _No(f"{report} contradicts itself and was not left as preflight wrote it: {'; '.join(faults)}")
+    if whole["verdict"] != "pass":
+        raise _No(f"{report} is no pass: {whole['verdict'].upper()}, {whole['decided_by']}")
+    if "report" not in stages["logits"]:
+        raise _No(f"{report} holds no comparison of logits ({stages['logits']['decided_by']}): it shows too little")
+    inner = stages["logits"]["report"]
+    for key in ("candidate", "reference", "settings_sha256", "code_sha256"):
+        if whole[key] != inner.get(key):
+            raise _No(f"{report} contradicts itself: its {key} is not that of its stage logits")
+    return inner
+
+
+def _stage_faults(stage: dict) -> list[str]:
+    """What in a stage's record does not follow from the rest of it."""
+    failed = [c for c in stage["criteria"] if c["on"] and not float(c["value"]) <= float(c["limit"])]
+    faults = [
+        f"{c['name']} is said to have {'passed' if c['passed'] else 'failed'} with {c['value']} against {c['limit']}"
+        for c in stage["criteria"]
+        if (float(c["value"]) <= float(c["limit"])) is not c["passed"]
+    ]
+    if stage["verdict"] == "pass" and (failed or stage["open_questions"] or not stage["criteria"]):
+        faults.append("it is said to pass, and a criterion failed, something was left open, or nothing was judged")
+    if stage["verdict"] == "not run" and not stage["not_run"]:
+        faults.append("it was not run, and not listed so")
+    return faults
 
 
 def _check_settings(record: dict) -> None:

@@ -26,7 +26,7 @@ def write_reports(
         (html, report_html.page),
     ):
         if path is not None:
-            _write(path, face(record))
+            write(path, face(record))
 
 
 def prepare(reports: dict[str, Path | None], inputs: list[Path | None]) -> None:
@@ -61,7 +61,7 @@ def _is_ours(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     """Replace path atomically; a link or a device is written through."""
     if path.exists() and not _is_ours(path):
         path.write_text(text, encoding="utf-8")

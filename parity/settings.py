@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
@@ -12,7 +13,7 @@ from . import also, gate
 from .options import GateOptions
 
 FILE = "parity.toml"
-PATH, TEXT, TEXTS, CORE = "a path", "text", "a list of text", "core: and a path"
+PATH, TEXT, TEXTS, CORE, TABLE = "a path", "text", "a list of text", "core: and a path", "a table"
 FLAG, COUNT, NUMBER, NUMBERS = (
     "true or false",
     "a whole number above 0",
@@ -56,6 +57,21 @@ class Settings:
 
     file: Path | None
     values: dict
+    sections: dict[str, dict] = field(default_factory=dict)  # the other commands' tables, as they stand in the file
+
+    def section(self, name: str, keys: Mapping[str, str]) -> dict:
+        """The values of a table, [preflight] or [preflight.recipe] for instance, checked and placed like those of the file.
+
+        keys: kind by name, as KEYS has them. Raises BadInput naming every fault.
+        """
+        table = self.sections
+        for part in name.split("."):
+            table = table.get(part, {})
+        faults: list[str] = []
+        values = _checked(table, keys, self.file.parent, faults) if table else {}
+        if faults:
+            raise BadInput(f"[{name}] in {self.file} cannot be used", faults)
+        return values
 
 
 @dataclass(frozen=True)
@@ -83,14 +99,21 @@ def choose(given: dict, settings: Settings) -> Choice:
     if lacking:
         where = f"in {settings.file}" if settings.file else f"in a {FILE} here or above"
         raise BadInput(f"{' and '.join(lacking)} is wanted, as an option or {where} (olmo-parity --help)")
-    _known("profile", [values["profile"]] if "profile" in values else [], gate.PROFILES)
-    _known("limit", values["limits"], gate.LIMIT_NAMES)
-    reference, candidate = values.pop("reference"), values.pop("candidate", None)
     reports = {name: values.pop(name, None) for name in REPORTS}
+    reference, candidate, options = sides_and_options(values, settings.file)
+    return Choice(reference, candidate, reports, options)
+
+
+def sides_and_options(values: dict, file: Path | None) -> tuple[Path | None, Path | None, GateOptions]:
+    """Reference, candidate and the gate's options out of values by the keys above, reports taken out. file: the parity.toml."""
+    values = dict(values)
+    _known("profile", [values["profile"]] if "profile" in values else [], gate.PROFILES)
+    _known("limit", values.get("limits", {}), gate.LIMIT_NAMES)
+    reference, candidate = values.pop("reference", None), values.pop("candidate", None)
     if "allow_unknown_key" in values:
         values["allow_unknown_keys"] = values.pop("allow_unknown_key")
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    return Choice(reference, candidate, reports, GateOptions(**options, settings_file=settings.file))
+    return reference, candidate, GateOptions(**options, settings_file=file)
 
 
 def _known(kind: str, names, known) -> None:
@@ -134,20 +157,25 @@ def load(config: Path | None, no_config: bool) -> Settings:
         raise BadInput(f"{file} is not UTF-8 text: byte {error.start} cannot be read") from None
     except tomllib.TOMLDecodeError as error:
         raise BadInput(f"{file} is not TOML: {error}") from None
-    faults, values = [], {}
-    for key, value in raw.items():
-        if key in SECTIONS:
-            if not isinstance(value, dict):
-                faults.append(f"{key} is {value!r}, a table [{key}] is wanted")
-        elif key not in KEYS:
-            faults.append(f"unknown key {key!r}: was {_nearest(key.replace('-', '_'), [*KEYS, *SECTIONS])!r} meant?")
-        elif not _fits(value, KEYS[key]):
-            faults.append(f"{key} is {value!r}, {KEYS[key]} is wanted")
-        else:
-            values[key] = _placed(file.parent, value, KEYS[key])
+    faults: list[str] = []
+    values = _checked(raw, KEYS | dict.fromkeys(SECTIONS, TABLE), file.parent, faults)
     if faults:
         raise BadInput(f"{file} cannot be used", faults)
-    return Settings(file, values)
+    sections = {name: values.pop(name) for name in SECTIONS if name in values}
+    return Settings(file, values, sections)
+
+
+def _checked(table: dict, keys: Mapping[str, str], folder: Path, faults: list[str]) -> dict:
+    """The values of a table that fit, placed; the others are noted in faults."""
+    values = {}
+    for key, value in table.items():
+        if key not in keys:
+            faults.append(f"unknown key {key!r}: was {_nearest(key.replace('-', '_'), keys)!r} meant?")
+        elif not _fits(value, keys[key]):
+            faults.append(f"{key} is {value!r}, {keys[key]} is wanted")
+        else:
+            values[key] = _placed(folder, value, keys[key])
+    return values
 
 
 def find(folder: Path) -> Path | None:
@@ -171,6 +199,8 @@ def _fits(value, kind: str) -> bool:
         return number and isinstance(value, int) and value > 0
     if kind == NUMBER:
         return _is_limit(value)
+    if kind == TABLE:
+        return isinstance(value, dict)
     if kind == TEXTS:
         return isinstance(value, list) and all(isinstance(v, str) and v for v in value)
     return isinstance(value, dict) and all(_is_limit(v) for v in value.values())

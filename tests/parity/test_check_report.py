@@ -14,7 +14,9 @@ import tensorstore as ts
 
 from olmo_parity.convert.sources import open_source
 from olmo_parity.olmo_jax.errors import BadInput
-from olmo_parity.parity import check, identity
+from olmo_parity.parity import check, identity, preflight, stage
+from olmo_parity.parity.gate import count_criterion
+from olmo_parity.parity.preflight_options import STAGES
 from tests.conftest import DATA
 from tests.parity.records import criterion, record
 
@@ -280,6 +282,112 @@ def test_a_yes_says_what_was_off_by_hand_or_accepted(tree, ask):
         "accepted: attention", "jax was 0.1 in that run",
     ):  # fmt: skip
         assert words in sentence
+
+
+def of_preflight(good):
+    """The record of a preflight whose stage logits is that gate's; every other stage passed."""
+    stages = [stage.judged(name, 0, [count_criterion("differences", name, 0, "leaves")]) for name in STAGES]
+    at = list(STAGES).index("logits")
+    stages[at] |= {"criteria": good["criteria"], "report": good}
+    same = ("created", "versions", "code_sha256", "reference", "candidate", "settings_file", "settings_sha256")
+    verdict, exit_code, sentence = preflight.verdict_of(stages, False)
+    return {
+        "schema": preflight.SCHEMA, "verdict": verdict, "exit_code": exit_code, "decided_by": sentence, "only": [],
+        "strict": False, "keep_going": False, "not_run": [], "stages": stages, "seconds": 1.0,
+        **{key: good.get(key) for key in same},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def ask_preflight(tmp_path, good, monkeypatch):
+    """ask_preflight(target, edit, max_age): the answer on a good preflight after an edit."""
+    monkeypatch.setattr(identity, "code_hash", lambda: CODE)
+
+    def ask(target, edit=lambda r: None, max_age=None):
+        found = json.loads(json.dumps(of_preflight(good)))
+        edit(found)
+        (tmp_path / "p.json").write_text(json.dumps(found))
+        return check.check_report(tmp_path / "p.json", target, max_age)
+
+    return ask
+
+
+def test_a_preflight_that_passed_is_a_yes_for_these_bytes_and_for_no_others(tree, copied, ask_preflight):
+    assert ask_preflight(tree, max_age="24h").exit_code == 0
+    config = copied / "olmo_config.json"
+    config.write_text(config.read_text().replace('"sliding_window": 16', '"sliding_window": 15'))
+    assert ask_preflight(copied).exit_code == 1
+
+
+def leave_out(found, name):
+    found["stages"][list(STAGES).index(name)] = stage.not_run(name, "nothing was named")
+    found["not_run"] = [f"{name} (nothing was named)"]
+
+
+def test_a_yes_names_what_was_not_run(tree, ask_preflight):
+    answer = ask_preflight(tree, lambda r: leave_out(r, "weights"))
+    assert answer.exit_code == 0 and "not run: weights (nothing was named)" in answer.sentence
+
+
+def logits_of(found):
+    return found["stages"][list(STAGES).index("logits")]
+
+
+def failed(found, verdict="fail", exit_code=1):
+    found["stages"][0]["criteria"][0].update(value=1, passed=False)
+    found["stages"][0].update(verdict="fail")
+    found.update(verdict=verdict, exit_code=exit_code)
+
+
+PREFLIGHT_EDITS = {
+    "failed": (failed, "is no pass: FAIL"),
+    "a failed stage in a pass": (lambda r: failed(r, "pass", 0), "its stages make it 'fail'"),
+    "a stage called passed that failed": (
+        lambda r: (failed(r, "pass", 0), r["stages"][0].update(verdict="pass")),
+        "it is said to pass, and a criterion failed",
+    ),
+    "a value alone": (lambda r: r["stages"][0]["criteria"][0].update(value=3), "said to have passed with 3"),
+    "a NaN": (lambda r: r["stages"][0]["criteria"][0].update(value="nan"), "said to have passed with nan"),
+    "an open question": (lambda r: r["stages"][0].update(open_questions=["noise"]), "something was left open"),
+    "a stage that judged nothing": (lambda r: r["stages"][0].update(criteria=[]), "nothing was judged"),
+    "a stage taken out": (lambda r: r["stages"].pop(0), "there is no stage weights"),
+    "not run and not said": (
+        lambda r: (leave_out(r, "weights"), r.update(not_run=[])),
+        "what was not run is not what its stages say",
+    ),
+    "only some stages": (lambda r: r.update(only=["weights"]), "weights alone (--only)"),
+    "no logits": (lambda r: leave_out(r, "logits"), "holds no comparison of logits"),
+    "another verdict": (lambda r: r.update(verdict="inconclusive"), "its stages make it 'pass'"),
+    "another exit code": (lambda r: r.update(exit_code=1), "its stages make it 'pass'"),
+    "the gate inside failed": (
+        lambda r: logits_of(r)["report"].update(record("fail", candidate=r["candidate"], code_sha256=CODE)),
+        "is no pass: FAIL",
+    ),
+    "another tree than its gate's": (
+        lambda r: r["candidate"].update(weights_sha256="0" * 64),
+        "its candidate is not that of its stage logits",
+    ),
+    "other code than its gate's": (lambda r: r.update(code_sha256="0" * 64), "its code_sha256 is not that"),
+}
+
+
+@pytest.mark.parametrize("name", PREFLIGHT_EDITS)
+def test_a_preflight_that_is_no_pass_is_a_no_with_its_own_sentence(tree, ask_preflight, name):
+    edit, words = PREFLIGHT_EDITS[name]
+    answer = ask_preflight(tree, edit)
+    assert answer.exit_code == 1 and words in answer.sentence, answer
+
+
+def test_an_old_preflight_and_half_a_preflight_are_refused(tree, ask_preflight):
+    old = (datetime.now(UTC) - timedelta(hours=25)).isoformat(timespec="seconds")
+    assert ask_preflight(tree, lambda r: r.update(created=old), "24h").exit_code == 1
+    for edit in (
+        lambda r: r.pop("stages"), lambda r: r["stages"][0].pop("criteria"), lambda r: r.pop("strict"),
+        lambda r: r["stages"][0]["criteria"][0].pop("limit"), lambda r: r.update(stages=None),
+        lambda r: r.update(created="soon"), lambda r: logits_of(r).update(report=5),
+    ):  # fmt: skip
+        with pytest.raises(BadInput, match=r"p\.json"):
+            ask_preflight(tree, edit)
 
 
 def test_the_command_answers_with_its_exit_code(tree, tmp_path, good):

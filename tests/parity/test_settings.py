@@ -87,7 +87,7 @@ def test_the_command_line_wins_over_the_file(tmp_path):
         ("refrence = 'x'", ["unknown key 'refrence': was 'reference' meant?"]),
         ("max-tokens = 4", ["unknown key 'max-tokens': was 'max_tokens' meant?"]),
         ("[preflihgt]\nx = 1", ["unknown key 'preflihgt': was 'preflight' meant?"]),
-        ("preflight = 3", ["a table [preflight] is wanted"]),
+        ("preflight = 3", ["preflight is 3, a table is wanted"]),
         ("a = 1\nb = 2\nmax_tokens = 0", ["'a'", "'b'", "max_tokens is 0"]),
         ("max_tokens = true", ["max_tokens is True"]),
         ("max_tokens = 1.5", ["max_tokens is 1.5"]),

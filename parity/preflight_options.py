@@ -1,0 +1,64 @@
+"""What may be chosen for a run of preflight: the gate's options, and the [preflight] table of parity.toml."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..olmo_jax.errors import BadInput
+from . import settings
+from .options import DEFAULTS, GateOptions
+
+SECTION = "preflight"
+STAGES = {  # in the order they run; what each looks at
+    "weights": "weights, bit for bit",
+    "logits":  "logits, both legs of the gate",
+}  # fmt: skip
+KEYS = {  # of [preflight]; kinds as in settings.KEYS
+    "source":       settings.PATH,   # what the weights are verified against, where that is not the reference
+    "strict":       settings.FLAG,
+    "keep_going":   settings.FLAG,
+    "json":         settings.PATH,   # of preflight; those beside reference and candidate are the gate's
+    "junit":        settings.PATH,
+    "markdown":     settings.PATH,
+}  # fmt: skip
+REPORTS = ("json", "junit", "markdown")
+GATES_OWN = ("json", "junit", "markdown", "html", "gradients", "z_loss")  # loss and gradients are the stage step0
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """Everything that one run of preflight needs. A stage takes what is its own, and says "not run" where that is lacking."""
+
+    reference: Path | None = None  # Hugging Face folder, or a record of one
+    candidate: Path | None = None  # Orbax tree
+    gate: GateOptions = DEFAULTS
+    only: tuple[str, ...] = ()  # of STAGES; () means all
+    keep_going: bool = False  # run the stages after one that failed
+    strict: bool = False  # what is not run makes the run inconclusive
+    source: Path | None = None
+    settings: settings.Settings = settings.Settings(None, {})  # for tables that belong to one stage
+
+    @property
+    def inputs(self) -> list[Path | None]:
+        """Files that no report may overwrite."""
+        return [self.reference, self.candidate, self.source, self.gate.batch, self.settings.file]
+
+
+def choose(given: dict, found: settings.Settings) -> tuple[Preflight, dict[str, Path | None]]:
+    """The options given on the command line over those of the file; and the reports that were asked for.
+
+    Raises BadInput before any work for everything that can be told from the options alone.
+    """
+    for name in given.get("only", []):
+        if name not in STAGES:
+            near = difflib.get_close_matches(name, STAGES, n=1, cutoff=0)[0]
+            raise BadInput(f"--only {name}: there is no such stage, was {near} meant? Known: {', '.join(STAGES)}")
+    own = found.section(SECTION, KEYS) | {k: v for k, v in given.items() if k in KEYS}
+    sides = {k: v for k, v in given.items() if k in settings.KEYS and k not in KEYS}
+    values = {k: v for k, v in (found.values | sides).items() if k not in GATES_OWN}
+    reference, candidate, options = settings.sides_and_options(values, found.file)
+    reports = {name: own.pop(name, None) for name in REPORTS}
+    only = tuple(name for name in STAGES if name in given.get("only", []))
+    return Preflight(reference, candidate, options, only=only, settings=found, **own), reports

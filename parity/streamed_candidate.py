@@ -32,23 +32,23 @@ def write_logits(path: Path, config: Olmo3Config, sequences: list[Sequence], *, 
     """
     reader = TreeReader(resolve_tree(path).item)
     rows = [padded_row(s, padded_length(len(s.tokens))) for s in sequences]
-    x = _embed(reader, config, [tokens for tokens, _, _ in rows], dtype)
-    inputs = {_kind(s, row): _inputs(config, s, row) for s, row in zip(sequences, rows, strict=True)}
+    x = embedded(reader, config, [tokens for tokens, _, _ in rows], dtype)
+    inputs = {_kind(s, row): inputs_of(config, s, row) for s, row in zip(sequences, rows, strict=True)}
     for i, layer_type in enumerate(config.layer_types):
-        layer = part_from_tree(config, f"layers.{i}", _subtree(reader, config, f"layers/{i}/", dtype), dtype=dtype)
+        layer = part_from_tree(config, f"layers.{i}", subtree(reader, config, f"layers/{i}/", dtype), dtype=dtype)
         for index, sequence in enumerate(sequences):
-            x[index] = _run(layer, x[index], inputs[_kind(sequence, rows[index])][layer_type])
+            x[index] = run_part(layer, x[index], inputs[_kind(sequence, rows[index])][layer_type])
         jax.block_until_ready(x)  # or the layer would still be in use while the next one is read
         del layer
-    norm = part_from_tree(config, "norm", _subtree(reader, config, "norm/", dtype), dtype=dtype)
-    x = [_run(norm, one) for one in x]
+    norm = part_from_tree(config, "norm", subtree(reader, config, "norm/", dtype), dtype=dtype)
+    x = [run_part(norm, one) for one in x]
     files = [logits_file(folder, i, len(s.tokens), config.vocab_size) for i, s in enumerate(sequences)]
-    for start, stop, head in _head_parts(reader, config, dtype):
+    for start, stop, head in head_parts(reader, config, dtype):
         for file, one in zip(files, x, strict=True):
             file[:, start:stop] = np.asarray(_head(head, one)[0, : len(file)])
 
 
-def _run(part: nnx.Module, *arguments):
+def run_part(part: nnx.Module, *arguments):
     """The compiled part. Not under nnx.jit, which gives the weights back as results: XLA would copy them."""
     return _compiled(*nnx.split(part), *arguments)
 
@@ -68,7 +68,7 @@ def _compiled_head(graph, state, x):
     return (part.attend(x) if isinstance(part, Embedding) else part(x)).astype(jnp.float32)
 
 
-def _subtree(reader: TreeReader, config: Olmo3Config, prefix: str, dtype) -> dict:
+def subtree(reader: TreeReader, config: Olmo3Config, prefix: str, dtype) -> dict:
     """The leaves below prefix, cast one by one: a layer is never held in two dtypes."""
     paths = [path for path in leaves(config) if path.startswith(prefix)]
     return unflatten({path.removeprefix(prefix): jnp.asarray(reader.read(path), dtype) for path in paths})
@@ -79,23 +79,23 @@ def _kind(sequence: Sequence, row: tuple) -> tuple:
     return sequence.window, sequence.first_position, sequence.documents, row[0].shape[1]
 
 
-def _inputs(config: Olmo3Config, sequence: Sequence, row: tuple) -> dict[str, AttentionInputs]:
+def inputs_of(config: Olmo3Config, sequence: Sequence, row: tuple) -> dict[str, AttentionInputs]:
     own = config if sequence.window is None else config.replace(sliding_window=sequence.window)
     tokens, positions, segment_ids = row
     return attention_inputs(own, tokens.shape[1], positions, segment_ids)
 
 
-def _embed(reader: TreeReader, config: Olmo3Config, tokens: list[np.ndarray], dtype) -> list[jax.Array]:
+def embedded(reader: TreeReader, config: Olmo3Config, tokens: list[np.ndarray], dtype) -> list[jax.Array]:
     """[1, T, D] for tokens [1, T] of every sequence, from the rows that occur."""
     leaf = reader.leaves[EMBEDDING]
     ids = np.unique(np.concatenate([one[0] for one in tokens]))
     step = _aligned(SLICE_BYTES * config.vocab_size // leaf.nbytes, leaf.chunk_shape[0])
     found = rows_of(lambda a, b: reader.read(EMBEDDING, (slice(a, b),)), config.vocab_size, ids, step)
     embed = Embedding({"embedding": jnp.asarray(found, dtype)}, dtype)
-    return [_run(embed, np.searchsorted(ids, one).astype(np.int32)) for one in tokens]
+    return [run_part(embed, np.searchsorted(ids, one).astype(np.int32)) for one in tokens]
 
 
-def _head_parts(reader: TreeReader, config: Olmo3Config, dtype):
+def head_parts(reader: TreeReader, config: Olmo3Config, dtype):
     """(start, stop, the part of the head that gives the logits of these tokens), slice by slice."""
     name = EMBEDDING if config.tie_word_embeddings else HEAD
     chunk = reader.leaves[name].chunk_shape[0 if config.tie_word_embeddings else 1]

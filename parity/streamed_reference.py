@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..convert.sources import open_source
+from ..convert.sources import Source, open_source
 from ..olmo_jax.config import Olmo3Config
 from ..olmo_jax.errors import BadInput
 from .batches import Sequence
@@ -56,33 +56,27 @@ def write_logits(
     import torch
 
     opened = open_source(source, allow_unknown_keys=config.allowed_unknown_keys)
-    _check_names(model, opened.tensors, source, tied=config.tie_word_embeddings)
+    check_names(model, opened.tensors, source, tied=config.tie_word_embeddings)
 
     def weight(array: np.ndarray):
-        tensor = _tensor(array, torch).to(getattr(torch, dtype))
-        return tensor.to(getattr(torch, round_to)).to(tensor.dtype) if round_to else tensor
-
-    def load(name: str):
-        return weight(opened.tensors[name].read())
+        return tensor_of(array, dtype, round_to, torch)
 
     inner = model.model
-    for module in (*inner.layers, inner.norm):
-        module.forward = _stand_aside
+    all_stand_aside(inner)
     # A document that occurs twice is run once.
     pieces = {_key(s, *part): (s.window, *part) for s in sequences for part in s.parts()}
-    embedding = opened.tensors[EMBEDDING]
     ids = np.unique(
         np.concatenate([[0], *(tokens for _, tokens, _ in pieces.values())])
     )  # 0 is what padding is made of
-    step = max(SLICE_BYTES * config.vocab_size // embedding.nbytes, 1)
-    table = weight(rows_of(embedding.rows, config.vocab_size, ids, step))
+    table = weight(embedding_rows(opened, ids))
     hidden = {}
     for key, (_, tokens, _) in pieces.items():
         padded = np.pad(tokens, (0, BENIGN_PADDING if benign else 0))
         hidden[key] = table[torch.from_numpy(np.searchsorted(ids, padded))][None]
     with other_thread_count(torch) if benign else nullcontext():
         for name, module in (*((f"layers.{i}", m) for i, m in enumerate(inner.layers)), ("norm", inner.norm)):
-            with _taking_part(module, {k: load(f"model.{name}.{k}") for k in module.state_dict()}):
+            own = {k: weight(opened.tensors[f"model.{name}.{k}"].read()) for k in module.state_dict()}
+            with taking_part(module, own):
                 for key, (window, _, first) in pieces.items():
                     impose_window(model, config, window)
                     positions = torch.arange(first, first + hidden[key].shape[1])[None]
@@ -99,6 +93,13 @@ def write_logits(
                     file[offset : offset + len(tokens), start:stop] = logits
 
 
+def embedding_rows(opened: Source, ids: np.ndarray) -> np.ndarray:
+    """Rows ids (ascending, each once) of the embedding, [len(ids), D] as stored."""
+    embedding = opened.tensors[EMBEDDING]
+    count = embedding.shape[0]
+    return rows_of(embedding.rows, count, ids, max(SLICE_BYTES * count // embedding.nbytes, 1))
+
+
 def _key(sequence: Sequence, tokens: np.ndarray, first: int) -> tuple:
     return sequence.window, first, tokens.tobytes()
 
@@ -113,12 +114,18 @@ def _places(sequences: list[Sequence], files: list[np.ndarray], key: tuple) -> I
             offset += len(tokens)
 
 
+def all_stand_aside(inner) -> None:
+    """No layer and no final norm of an Olmo3Model does anything until it is taking_part."""
+    for module in (*inner.layers, inner.norm):
+        module.forward = _stand_aside
+
+
 def _stand_aside(hidden_states, *_, **__):
     return hidden_states
 
 
 @contextmanager
-def _taking_part(module, weights: dict) -> Iterator[None]:
+def taking_part(module, weights: dict) -> Iterator[None]:
     """The module with its weights and its own forward; afterwards without both."""
     module.load_state_dict(weights, assign=True)
     weights.clear()  # or the caller's dictionary would hold this layer while the next one is read
@@ -130,7 +137,7 @@ def _taking_part(module, weights: dict) -> Iterator[None]:
         module.to("meta")
 
 
-def _check_names(model, tensors: dict, source: Path, *, tied: bool) -> None:
+def check_names(model, tensors: dict, source: Path, *, tied: bool) -> None:
     """Every parameter of the live module has its tensor, of its shape, and every tensor its parameter."""
     live = {n: tuple(p.shape) for n, p in model.state_dict().items() if not (tied and n == HEAD)}
     faults = [f"{n} is in the module, not in the checkpoint" for n in live if n not in tensors]
@@ -144,8 +151,11 @@ def _check_names(model, tensors: dict, source: Path, *, tied: bool) -> None:
         raise BadInput(f"{source} does not fit the module that transformers builds from its config", faults[:12])
 
 
-def _tensor(array: np.ndarray, torch):
-    """The same bits as a tensor; torch cannot take NumPy's bfloat16."""
+def tensor_of(array: np.ndarray, dtype: str, round_to: str | None, torch):
+    """A tensor in dtype, its values rounded to those of round_to on the way. torch cannot take NumPy's bfloat16."""
     if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array)
+    tensor = tensor.to(getattr(torch, dtype))
+    return tensor.to(getattr(torch, round_to)).to(tensor.dtype) if round_to else tensor

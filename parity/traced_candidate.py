@@ -19,7 +19,9 @@ from .envelopes import Distance
 from .streamed_candidate import EMBEDDING, HEAD, embedded, inputs_of, subtree
 from .traced_reference import Part
 
-Call = Callable  # call(name within the part, module, *args) in the place of module(*args), as in olmo_jax.model.with_calls
+Call = (
+    Callable  # call(name within the part, module, *args) in the place of module(*args), as in olmo_jax.model.with_calls
+)
 
 
 class TracedCandidate:
@@ -58,7 +60,9 @@ class TracedCandidate:
             for name, array in right.items():
                 free[name].add(array, _like(array, own.get(name)))
                 forced[name].add(array, _like(array, put_in.get(name)))
-                given[name].append(np.asarray(put_in[name]) if name in put_in else np.zeros(0, np.float32))
+                if name in put_in:
+                    same = np.size(put_in[name]) == array.size
+                    given[name].append(np.reshape(put_in[name], array.shape) if same else np.asarray(put_in[name]))
         return free, forced, given
 
     def _both(self, part: Part, index: int) -> tuple[dict, dict]:

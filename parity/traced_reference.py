@@ -112,9 +112,7 @@ class _Run:
         moved = [self._noise(x) for x in plain]
         for start, stop in slices(self.config.vocab_size, HEAD_ROWS):
             rows = self.weight(head.rows(start, stop))
-            here, away, again = (
-                [self.torch.nn.functional.linear(x, rows) for x in xs] for xs in (plain, noisy, moved)
-            )
+            here, away, again = ([self.torch.nn.functional.linear(x, rows) for x in xs] for xs in (plain, noisy, moved))
             free, forced = self._distance(here, away), self._distance(here, again)
             outputs = [{"": x} for x in self._joined(here)]
             yield Part("lm_head", outputs, inputs, {"": free}, {"": forced}, (start, stop))

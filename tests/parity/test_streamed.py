@@ -205,7 +205,7 @@ def test_a_module_that_wants_other_tensors_is_refused(tmp_path):
     tensors["model.layers.0.self_attn.q_proj.bias"] = tensors.pop("model.norm.weight")
     model = streamed_reference.empty_model(source.path, torch, pytest.importorskip("transformers"))
     with pytest.raises(BadInput) as error:
-        streamed_reference._check_names(model, tensors, source.path, tied=False)
+        streamed_reference.check_names(model, tensors, source.path, tied=False)
     assert "model.norm.weight is in the module" in str(error.value)
     assert "q_proj.bias is in the checkpoint" in str(error.value)
 

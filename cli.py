@@ -28,7 +28,9 @@ parity_app = typer.Typer(
 @parity_app.callback(invoke_without_command=True)
 def gate(
     context: typer.Context,
-    reference: Annotated[Path | None, typer.Option(help="Hugging Face folder: the side believed.")] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Hugging Face folder or hub id, ORG/NAME@REVISION: the side believed.")
+    ] = None,
     candidate: Annotated[Path | None, typer.Option(help="Orbax tree: the side tested.")] = None,
     also: Annotated[
         str | None, typer.Option(help="core:DIR, AI2's OLMo-core model of that step folder as a second reference.")
@@ -121,7 +123,7 @@ def gate(
 
 @parity_app.command()
 def record(
-    reference: Annotated[Path, typer.Argument(help="Hugging Face folder.")],
+    reference: Annotated[Path, typer.Argument(help="Hugging Face folder or hub id.")],
     target: Annotated[Path, typer.Argument(help="Folder to make.")],
     batch: Annotated[Path | None, typer.Option(help='Prompts, one {"id", "text"} or {"id", "tokens"} a line.')] = None,
     only_batch: Annotated[bool, typer.Option("--only-batch", help="Leave the built-in sequences out.")] = False,
@@ -198,8 +200,12 @@ def check_report(
 
 @convert_app.command()
 def hf2orbax(
-    source: Annotated[str, typer.Argument(help="Hugging Face folder.")],
+    source: Annotated[str, typer.Argument(help="Hugging Face folder, or hub id: allenai/Olmo-3-1025-7B.")],
     target: Annotated[str, typer.Argument(help="Step folder to write, RUN/0 for instance.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, where SOURCE is a hub id.")] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Hold one shard of the hub on disk at a time, and keep none.")
+    ] = False,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; kept as stored if not given.")
     ] = None,
@@ -213,13 +219,14 @@ def hf2orbax(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
     """Hugging Face to Orbax, bit for bit, in bounded memory. A killed run resumes when started again."""
-    from .convert import memory, pipeline, record
+    from .convert import hub, memory, pipeline, record
 
     memory.keep_freed_memory()
     options = {"chunk_bytes": chunk_bytes} if chunk_bytes else {}
     done = pipeline.hf2orbax(
-        source,
+        hub.with_revision(source, revision),
         target,
+        stream=stream,
         dtype=dtype,
         verify=verify,
         overwrite=overwrite,
@@ -312,16 +319,18 @@ def verify(
     source: Annotated[str, typer.Argument(help="A checkpoint of any form; with --manifest the tree itself.")],
     target: Annotated[str | None, typer.Argument(help="The checkpoint that was made from it.")] = None,
     manifest: Annotated[bool, typer.Option("--manifest", help="Check one tree against its own manifest.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, where SOURCE is a hub id.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
     """Read both again and compare every bit. Exit 0 equal, 1 different."""
-    from .convert import memory
+    from .convert import hub, memory
     from .convert import verify as verifying
 
     if manifest == (target is not None):
         raise BadInput("name SOURCE and TARGET, or --manifest and one tree")
+    source = hub.with_revision(source, revision)
     memory.keep_freed_memory()
     if manifest:
         result = verifying.verify_manifest(source, quiet=quiet)
@@ -335,6 +344,10 @@ def verify(
 def diff(
     a: Annotated[str, typer.Argument(help="A checkpoint of any form.")],
     b: Annotated[str, typer.Argument(help="Another.")],
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of A, where that is a hub id; of both: A@REVISION B@REVISION."),
+    ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Every tensor, not only the 30 that moved most.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
@@ -344,10 +357,10 @@ def diff(
     import json
 
     from .convert import diff as differ
-    from .convert import memory
+    from .convert import hub, memory
 
     memory.keep_freed_memory()
-    found = differ.diff(a, b, allow_unknown_keys=allow_unknown_key or (), quiet=quiet)
+    found = differ.diff(hub.with_revision(a, revision), b, allow_unknown_keys=allow_unknown_key or (), quiet=quiet)
     limit = None if show_all else 30
     typer.echo(json.dumps(found.as_json(), indent=1) if json_output else differ.as_text(found, limit))
     raise typer.Exit(0 if found.equal else 1)
@@ -356,15 +369,16 @@ def diff(
 @convert_app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="A checkpoint of any form.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, where PATH is a hub id.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
 ) -> None:
     """Config, resolved rotary embedding per layer type, and tensors, from metadata alone."""
     import json
 
-    from .convert import describe
+    from .convert import describe, hub
 
-    found = describe.inspect(path, allow_unknown_key or ())
+    found = describe.inspect(hub.with_revision(path, revision), allow_unknown_key or ())
     typer.echo(json.dumps(found.as_json(), indent=1) if json_output else describe.as_text(found))
     raise typer.Exit(2 if found.source.faults else 0)
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from ..olmo_jax.config_hf import from_hf
 from ..olmo_jax.errors import BadInput
 from .fit import fit_tensors
 from .safetensors_io import DTYPES, kind_of, no_duplicates
+
+if TYPE_CHECKING:
+    from .hub_files import Checkout
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,21 @@ class Source:
         default_factory=dict
     )  # optimizer state by its name, then HF name
     training: Mapping[str, object] = field(default_factory=dict)  # where the trainer stood
+    hub: Checkout | None = None  # the commit of the hub that it came from
+    shards_on_hub: bool = False  # only headers are here: `hub.holding` brings one shard at a time
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def name(self) -> str:
+        """What records call it: the folder, or the commit on the hub, wherever its files are kept here."""
+        return str(self.hub.commit) if self.hub else str(self.path)
+
+    def name_of(self, file: Path) -> str:
+        """What records call one of its files."""
+        return f"{self.hub.commit}/{file.relative_to(self.path).as_posix()}" if self.hub else str(file)
 
     @property
     def dtype_name(self) -> str:
@@ -91,13 +106,14 @@ def fit_source(
     tensors: dict[str, Tensor],
     faults: list[str],
     strict: bool,
+    headers_only: bool = False,
     **more,
 ) -> Source:
     """The last step of opening: match tensors with the config and raise everything that was found wrong on the way."""
     if config is None:
         raise BadInput(f"{path} cannot be used", faults)
     # Where a file could not be listed, its tensors being missing is no news; where one is cut, no tensor can be read.
-    fit = fit_tensors(config, tensors, config_file, damaged=bool(faults))
+    fit = fit_tensors(config, tensors, config_file, damaged=bool(faults), headers_only=headers_only)
     faults += fit.faults
     if faults and strict:
         raise BadInput(f"{path} cannot be used", faults)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..olmo_jax.errors import BadInput
 from .checkpoint import Tensor
 from .layout import cast, non_finite, transposed
 from .mapping import TRANSPOSED, Weight
@@ -83,6 +85,29 @@ def group_moves(moves: Sequence[Move]) -> list[list[Move]]:
         size += move.leaf.nbytes
     groups += [small] if small else []
     return sorted(groups, key=lambda group: -sum(move.leaf.nbytes for move in group))
+
+
+def run_all(groups: Sequence[Sequence[Move]], action: Callable[[Sequence[Move]], None], workers: int) -> None:
+    """Run action on every group, in their order. Non-finite tensors are collected, so that all are named; any other
+    error ends the run."""
+    faults, stop = [], []
+
+    def one(group: Sequence[Move]) -> None:
+        if stop:
+            return
+        try:
+            action(group)
+        except NonFiniteError as error:
+            faults.extend(error.faults)
+        except BaseException:
+            stop.append(group)
+            raise
+
+    with ThreadPoolExecutor(workers) as pool:
+        for done in [pool.submit(one, group) for group in groups]:
+            done.result()
+    if faults:
+        raise BadInput("the weights cannot be converted", sorted(faults))
 
 
 def copy_group(

@@ -30,7 +30,7 @@ class Inspection:
         source = self.source
         return {
             "kind": source.kind,
-            "path": str(source.path),
+            "path": source.name,
             "taken": source.said,
             "config": to_hf(source.config),
             "config_sha256": self.config_sha256,
@@ -44,7 +44,7 @@ class Inspection:
                 {
                     "name": tensor.hf,
                     "stored_name": tensor.name,
-                    "file": str(tensor.file),
+                    "file": source.name_of(tensor.file),
                     "dtype": tensor.code,
                     "shape": list(tensor.shape),
                     "bytes": tensor.nbytes if tensor.code in DTYPES else None,
@@ -58,7 +58,7 @@ class Inspection:
 
 def inspect(path: str | Path, allow_unknown_keys: Sequence[str] = ()) -> Inspection:
     """Describe a checkpoint of any form. Tensors that do not fit the config are listed as faults, not raised."""
-    source = open_source(path, allow_unknown_keys, strict=False)
+    source = open_source(path, allow_unknown_keys, strict=False, headers_only=True)
     config = source.config
     tables = rope_tables(config)
     rotary = {}

@@ -51,8 +51,8 @@ class CheckpointDiff:
     def as_json(self) -> dict:
         """The record as JSON values; infinity becomes the string "inf"."""
         return {
-            "a": str(self.a.path),
-            "b": str(self.b.path),
+            "a": self.a.name,
+            "b": self.b.name,
             "equal": self.equal,
             "config": [{"name": n, "a": repr(x), "b": repr(y)} for n, x, y in self.config],
             "unmatched": list(self.unmatched),
@@ -69,14 +69,14 @@ def diff(
     quiet: bool = False,
 ) -> CheckpointDiff:
     """Measure every weight of two checkpoints in float64. Forms and dtypes may differ; shapes must agree to be compared."""
-    first, second = (open_source(path, allow_unknown_keys) for path in (a, b))
+    first, second = (open_source(path, allow_unknown_keys, quiet=quiet) for path in (a, b))
     names = [w.hf for w in weights(first.config)]
     names += [w.hf for w in weights(second.config) if w.hf not in first.tensors]
     unmatched, pairs = [], []
     for name in names:
         x, y = first.tensors.get(name), second.tensors.get(name)
         if x is None or y is None:
-            unmatched.append(f"{name} is only in {first.path if y is None else second.path}")
+            unmatched.append(f"{name} is only in {first.name if y is None else second.name}")
         elif x.shape != y.shape:
             unmatched.append(f"{name} has shape {x.shape} and {y.shape}")
         else:
@@ -94,8 +94,8 @@ def as_text(record: CheckpointDiff, limit: int | None = None) -> str:
     """A table for people: the tensors that moved, most first."""
     moved = [t for t in record.tensors if not t.equal]
     lines = [
-        f"{record.a.path} ({record.a.kind}, {record.a.dtype_name})",
-        f"{record.b.path} ({record.b.kind}, {record.b.dtype_name})",
+        f"{record.a.name} ({record.a.kind}, {record.a.dtype_name})",
+        f"{record.b.name} ({record.b.kind}, {record.b.dtype_name})",
         "equal bit for bit" if record.equal else f"{len(moved)} of {len(record.tensors)} tensors differ",
     ]
     lines += [f"config: {name} is {x!r} and {y!r}" for name, x, y in record.config]

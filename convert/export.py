@@ -16,14 +16,14 @@ from .carry import carried_files, copy_files, tokenizer_faults
 from .checkpoint import Source
 from .checksums import file_checksums, sha256_of_file
 from .compare import compare_moves
-from .copying import Move, NonFinite, NonFiniteError, group_moves
+from .copying import Move, NonFinite, NonFiniteError, group_moves, run_all
 from .hf_config import hf_config
 from .layout import transposed
 from .manifest import config_hash, make_manifest, write_manifest
 from .mapping import weights
 from .orbax_io import ITEM, TREE_FILE, TreeReader, resolve_tree
 from .orbax_write import Leaf
-from .pipeline import COPIES, MEMORY, run_all
+from .pipeline import COPIES, MEMORY
 from .progress import Progress
 from .record import ConversionRecord
 from .safetensors_io import DTYPE_CODES
@@ -52,7 +52,7 @@ def orbax2hf(
     transformers: which releases config.json must serve: both (4.57 and 5.13+), 4 or 5 alone. Raises BadInput listing all
     faults; then no target is left. A run that was killed resumes when called again with the same arguments.
     """
-    opened = open_source(source, allow_unknown_keys)
+    opened = open_source(source, allow_unknown_keys, headers_only=True)
     if opened.kind != "orbax":
         raise BadInput(f"{opened.said}: orbax2hf wants an Orbax tree")
     target = clean_target(target)
@@ -122,7 +122,7 @@ def orbax2hf(
         write_manifest(staging.folder, manifest)
         staging.publish()
     return ConversionRecord(
-        source=opened.path,
+        source=opened.name,
         target=target,
         kind="orbax",
         said=opened.said,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..olmo_jax.config_hf import to_hf
@@ -15,16 +14,18 @@ from .carry import carried_files, copy_files, tokenizer_faults
 from .checkpoint import Source
 from .checksums import file_checksums, sha256_of_file
 from .compare import compare_moves
-from .copying import Move, NonFiniteError, copy_group, group_moves, plan_move
+from .copying import Move, copy_group, group_moves, plan_move, run_all
+from .hub import hub_id
 from .manifest import config_hash, make_manifest, write_manifest
 from .mapping import weights
-from .orbax_io import STEP_FILES
+from .orbax_io import ITEM, STEP_FILES
 from .orbax_write import CHUNK_BYTES, COMPRESSION, OPTIMIZER, TreeWriter, finish_step
 from .progress import Progress
 from .record import ConversionRecord
 from .safetensors_io import DTYPES
 from .sources import ORBAX_CONFIG, open_source
 from .staging import Staging, check_apart, clean_target
+from .stream import check_streamable, copy_shards, hash_differences
 
 DTYPE_NAMES = {dtype.name: dtype for dtype in DTYPES.values()}
 MEMORY = 768 << 20  # bytes for slices: with imports (0.1 GB) it stays under 1 GiB
@@ -44,15 +45,21 @@ def hf2orbax(
     chunk_bytes: int = CHUNK_BYTES,
     workers: int | None = None,
     quiet: bool = False,
+    stream: bool = False,
 ) -> ConversionRecord:
-    """Convert an HF folder to the Orbax tree of OLMO_JAX_LAYOUT.md, in slices.
+    """Convert an HF folder, or a commit of the hub, to the Orbax tree of OLMO_JAX_LAYOUT.md, in slices.
 
     dtype is kept unless named (float32, bfloat16, float16). Raises BadInput listing all faults; then no target is left.
-    A run that was killed resumes when called again with the same arguments.
+    A run that was killed resumes when called again with the same arguments. stream: keep one shard of the hub at a time,
+    beside the target, and none after.
     """
-    opened = open_source(source, allow_unknown_keys)
+    if stream and hub_id(source) is None:
+        raise BadInput(f"{source} is no hub id: --stream is for those, any other source is read where it lies")
+    opened = open_source(source, allow_unknown_keys, headers_only=stream, quiet=quiet)
     if opened.kind != "hf":
         raise BadInput(f"{opened.said}: hf2orbax wants an HF folder")
+    if opened.shards_on_hub:
+        check_streamable(opened)
     return convert(
         opened,
         clean_target(target),
@@ -89,7 +96,7 @@ def core2orbax(
     there are none. optimizer brings Adam's moments along as the item `optimizer`: exp_avg and exp_avg_sq, each a tree
     like `state`, always in their stored dtype; the step and the trainer's position are in the manifest.
     """
-    opened = open_source(source, allow_unknown_keys, vocabulary=vocabulary)
+    opened = open_source(source, allow_unknown_keys, vocabulary=vocabulary, headers_only=True)
     if opened.kind != "core":
         raise BadInput(f"{opened.said}: core2orbax wants a step folder of OLMo-core")
     return convert(
@@ -128,8 +135,8 @@ def convert(
     _check_options(source, target, carried, dtype, compression, chunk_bytes)
     moves = plan(source, dtype, chunk_bytes, optimizer)
     job = {
-        "source": str(source.path),
-        "files": _fingerprint(source, carried),
+        "source": source.name,
+        "files": source.hub.identity() if source.hub else _fingerprint(source, carried),
         "config": config_hash(source.config),
         "dtype": dtype,
         "compression": compression,
@@ -140,30 +147,45 @@ def convert(
     }
     started_ns, cpus = time.time_ns(), os.cpu_count() or 1
     workers = workers or max(1, min(cpus, MEMORY // (COPIES * max(chunk_bytes, 1))))
+    before = _fingerprint(source, carried)
     with Staging(target, job, overwrite=overwrite) as staging:
         resumed = len(staging.finished)
         waiting = [move for move in moves if move.key not in staging.finished]
-        staging.check_space(sum(move.leaf.nbytes for move in waiting))
+        held = source.hub.largest if source.shards_on_hub else 0
+        staging.check_space(sum(move.leaf.nbytes for move in waiting) + held)
         items = sorted({move.item for move in moves}, reverse=True)  # state first
         writers = {item: TreeWriter(staging.folder / item, compression, cpus) for item in items}
         progress = Progress("writing", sum(move.tensor.nbytes for move in waiting), quiet)
 
-        def carry(group: Sequence[Move]) -> None:
-            for move, entry in zip(group, copy_group(group, writers, allow_nonfinite, progress.add), strict=True):
-                staging.record(move.key, entry)
+        def copy(group: Sequence[Move]) -> list[dict]:
+            return copy_group(group, writers, allow_nonfinite, progress.add)
 
-        run_all(group_moves(waiting), carry, workers)
+        def record(move: Move, entry: dict) -> None:
+            staging.record(move.key, {**entry, "source_file": source.name_of(move.tensor.file)})
+
+        def carry(group: Sequence[Move]) -> None:
+            for move, entry in zip(group, copy(group), strict=True):
+                record(move, entry)
+
+        if source.shards_on_hub:
+            more = {"verify": verify, "workers": workers, "quiet": quiet}
+            copy_shards(source, waiting, staging.folder, writers[ITEM], copy, record, **more)
+        else:
+            run_all(group_moves(waiting), carry, workers)
         for item, writer in writers.items():
             writer.finish(move.leaf.path for move in moves if move.item == item)
         seconds, verify_seconds = progress.close(), 0.0
         peak = progress.peak_anonymous
-        if _fingerprint(source, carried) != job["files"]:
+        if _fingerprint(source, carried) != before:
             raise BadInput(f"{source.path} was changed while it was converted: start again when it is at rest")
         finish_step(staging.folder, items, started_ns)
         (staging.folder / ORBAX_CONFIG).write_text(json.dumps(to_hf(source.config), indent=2) + "\n", encoding="utf-8")
         if verify:
             reading = Progress("verifying", sum(move.tensor.nbytes for move in moves), quiet)
-            differences = compare_moves(staging.folder, moves, workers, reading.add)
+            if source.shards_on_hub:
+                differences = hash_differences(staging.folder, moves, staging.finished, workers, reading.add)
+            else:
+                differences = compare_moves(staging.folder, moves, workers, reading.add)
             verify_seconds, peak = reading.close(), max(peak, reading.peak_anonymous)
             if differences:
                 raise BadInput(f"{target} was not written: what was read back is not what was meant", differences)
@@ -175,7 +197,7 @@ def convert(
         write_manifest(staging.folder, _manifest(source, moves, staging.finished, job, verify, beside))
         staging.publish()
     return ConversionRecord(
-        source=source.path,
+        source=source.name,
         target=target,
         kind=source.kind,
         said=source.said,
@@ -213,29 +235,6 @@ def plan(source: Source, dtype: str | None, chunk_bytes: int, optimizer: bool = 
     return moves
 
 
-def run_all(groups: Sequence[Sequence[Move]], action: Callable[[Sequence[Move]], None], workers: int) -> None:
-    """Run action on every group, in their order. Non-finite tensors are collected, so that all are named; any other
-    error ends the run."""
-    faults, stop = [], []
-
-    def one(group: Sequence[Move]) -> None:
-        if stop:
-            return
-        try:
-            action(group)
-        except NonFiniteError as error:
-            faults.extend(error.faults)
-        except BaseException:
-            stop.append(group)
-            raise
-
-    with ThreadPoolExecutor(workers) as pool:
-        for done in [pool.submit(one, group) for group in groups]:
-            done.result()
-    if faults:
-        raise BadInput("the weights cannot be converted", sorted(faults))
-
-
 def _check_options(source, target, carried, dtype, compression, chunk_bytes) -> None:
     faults = []
     if dtype is not None and dtype not in DTYPE_NAMES:
@@ -252,6 +251,8 @@ def _check_options(source, target, carried, dtype, compression, chunk_bytes) -> 
 
 def _fingerprint(source: Source, carried: Sequence[Path]) -> list[list]:
     """Name, size and time of change of every file that is read: notices a source that is not the same any more."""
+    if source.shards_on_hub:
+        return source.hub.identity()  # a commit does not change
     files = {file for tensor in source.tensors.values() for file in tensor.files or (tensor.file,)} | set(carried)
     return [[str(f), str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(files)]
 
@@ -262,10 +263,9 @@ def _manifest(
     return make_manifest(
         source={
             "kind": source.kind,
-            "path": str(source.path),
-            "resolved_path": str(source.path.resolve()),
+            "path": source.name,
             "revision": source.revision,
-            "files": [{"file": f, "resolved": r, "bytes": size} for f, r, size, _ in job["files"]],
+            **_where(source, job),
         },
         config=source.config,
         vocabulary={
@@ -286,3 +286,13 @@ def _manifest(
         **beside,
         tensors=[finished[move.key] for move in moves],
     )
+
+
+def _where(source: Source, job: dict) -> dict:
+    """The files that were read: of a hub commit their hashes there, of a folder where they really lie."""
+    if source.hub:
+        wanted, sha = source.hub.commit.wanted, source.hub.commit.sha
+        files = [{"file": name, "hash": digest, "bytes": size} for name, digest, size in job["files"]]
+        return {"hub": {"repo": wanted.repo, "asked": wanted.revision, "commit": sha}, "files": files}
+    files = [{"file": f, "resolved": r, "bytes": size} for f, r, size, _ in job["files"]]
+    return {"resolved_path": str(source.path.resolve()), "files": files}

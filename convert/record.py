@@ -12,7 +12,7 @@ from .progress import in_bytes
 class ConversionRecord:
     """What a conversion did. bytes are of the target's arrays; peak_memory is anonymous memory in bytes."""
 
-    source: Path
+    source: str  # the folder, or the commit on the hub
     target: Path
     kind: str  # of the source: hf, core or orbax
     said: str  # which folder was taken as the source, and why
@@ -32,6 +32,7 @@ def summary(record: ConversionRecord) -> str:
     rate = record.bytes / max(record.seconds, 1e-9)
     lines = [
         f"{record.target}: {record.tensors} tensors, {in_bytes(record.bytes)}, {record.dtype}",
+        f"source: {record.said}",
         f"written in {record.seconds:.1f} s ({in_bytes(rate)}/s), peak memory {in_bytes(record.peak_memory)}",
     ]
     if record.resumed:

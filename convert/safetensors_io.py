@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -36,14 +36,16 @@ class Entry:
     stop: int
 
 
-def list_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:
+def list_folder(folder: Path, faults: list[str], sizes: Mapping[Path, int] | None = None) -> dict[str, Entry]:
     """Every tensor of an HF folder by name: one model.safetensors, or the shards that its index names.
 
-    Appends to faults; a shard that cannot be read is one fault, so that all shards are looked at.
+    Appends to faults; a shard that cannot be read is one fault, so that all shards are looked at. sizes: the true length
+    of files of which only the header lies there.
     """
+    sizes = sizes or {}
     single, index = folder / SINGLE, folder / INDEX
     if index.is_file():
-        entries = _list_shards(folder, index, faults)
+        entries = _list_shards(folder, index, faults, sizes)
         if single.exists() and single.name not in {e.file.name for e in entries.values()}:
             faults.append(
                 f"{folder} holds both {SINGLE} and {INDEX}, and the index does not name {SINGLE}: "
@@ -51,10 +53,11 @@ def list_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:
             )
         return entries
     if single.exists():
-        return {entry.name: entry for entry in read_header(single, faults)}
+        return {entry.name: entry for entry in read_header(single, faults, sizes.get(single))}
     found = sorted(p.name for p in folder.glob("*.safetensors"))
     if len(found) == 1:
-        return {entry.name: entry for entry in read_header(folder / found[0], faults)}
+        only = folder / found[0]
+        return {entry.name: entry for entry in read_header(only, faults, sizes.get(only))}
     other = sorted(p.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for p in folder.glob(pattern))
     hint = (
         f"found only {', '.join(other[:4])}: save it as safetensors first" if other else "was the download cut short?"
@@ -65,12 +68,15 @@ def list_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:
     return {}
 
 
-def read_header(file: Path, faults: list[str]) -> list[Entry]:
-    """The tensors of one file, in the order of their bytes. A damaged file appends faults and gives what can be told."""
+def read_header(file: Path, faults: list[str], size: int | None = None) -> list[Entry]:
+    """The tensors of one file, in the order of their bytes. A damaged file appends faults and gives what can be told.
+
+    size: the file's true length, where only its header lies here.
+    """
     if not file.is_file():
         faults.append(f"{file} is {kind_of(file)}, a safetensors file is wanted")
         return []
-    size = file.stat().st_size
+    size = file.stat().st_size if size is None else size
     with naming(file), file.open("rb") as stream:
         first = stream.read(len(LFS_POINTER))
         if first.startswith(LFS_POINTER):
@@ -156,7 +162,8 @@ def kind_of(path: Path) -> str:
     return "a dangling symlink" if path.is_symlink() else "missing"
 
 
-def _list_shards(folder: Path, index: Path, faults: list[str]) -> dict[str, Entry]:
+def read_index(index: Path, faults: list[str]) -> dict[str, str]:
+    """Which file an index says each tensor is in; empty after appending a fault."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
@@ -164,12 +171,23 @@ def _list_shards(folder: Path, index: Path, faults: list[str]) -> dict[str, Entr
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         faults.append(f"{index} is not an index of safetensors shards: {error!r}")
         return {}
+    return weight_map
+
+
+def plain_name(name: str) -> bool:
+    """Whether a name stays inside the folder it is put to."""
+    path = PurePosixPath(name)
+    return bool(name) and not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
+
+
+def _list_shards(folder: Path, index: Path, faults: list[str], sizes: Mapping[Path, int]) -> dict[str, Entry]:
+    weight_map = read_index(index, faults)
     entries: dict[str, Entry] = {}
     listed: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
         listed.setdefault(shard, []).append(name)
     for shard, names in sorted(listed.items()):
-        if not _plain_name(shard):
+        if not plain_name(shard):
             faults.append(
                 f"{index} maps {names[0]} to {shard}, which leaves the checkpoint folder: refused before opening it"
             )
@@ -181,7 +199,7 @@ def _list_shards(folder: Path, index: Path, faults: list[str]) -> dict[str, Entr
                 f"{file} {missing}, but {INDEX} says that it holds {len(names)} tensors, {names[0]} among them"
             )
             continue
-        held = {entry.name: entry for entry in read_header(file, faults)}
+        held = {entry.name: entry for entry in read_header(file, faults, sizes.get(file))}
         for name in names:
             if held and name not in held:
                 faults.append(f"{name} is not in {file}, where {INDEX} says it is")
@@ -194,11 +212,6 @@ def _list_shards(folder: Path, index: Path, faults: list[str]) -> dict[str, Entr
                 faults.append(f"{name} in {file} is not listed in {INDEX}: does the index belong to these files?")
             entries.setdefault(name, entry)
     return entries
-
-
-def _plain_name(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(name) and not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
 
 
 def _entry(file: Path, name: str, info, data_start: int) -> tuple[str | None, Entry | None]:

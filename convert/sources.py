@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,30 +11,37 @@ import numpy as np
 from ..olmo_jax.errors import BadInput
 from . import core_source, orbax_io, safetensors_io
 from .checkpoint import Source, Tensor, fit_source, read_config
-from .hub import revision_of, training_start_note
+from .hub import HubId, hub_id, revision_of, training_start_note
 from .layout import transposed
 from .mapping import TRANSPOSED, weights
 from .safetensors_io import DTYPE_CODES, DTYPES
 
 CONFIG = "config.json"
 ORBAX_CONFIG = "olmo_config.json"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # allenai/Olmo-3-1025-7B
 
 
 def open_source(
-    path: str | Path, allow_unknown_keys: Sequence[str] = (), *, strict: bool = True, vocabulary: str = "cut"
+    path: str | Path,
+    allow_unknown_keys: Sequence[str] = (),
+    *,
+    strict: bool = True,
+    vocabulary: str = "cut",
+    headers_only: bool = False,
+    quiet: bool = True,
 ) -> Source:
-    """Open a checkpoint: an HF folder, OLMo-core's distributed folder, or an Orbax tree (step, parent or item).
+    """Open a checkpoint: an HF folder, OLMo-core's distributed folder, an Orbax tree (step, parent or item), or a hub id.
 
     Reads headers and metadata only. Every fault of the config, of the files and of how they fit each other is raised in
     one BadInput; with strict=False faults of the tensors are kept in `Source.faults` instead. vocabulary says what becomes
     of the padding rows of OLMo-core's embedding and head: cut, keep, or check (refuse where there are any).
+    The shards of a hub id are downloaded into the hub's cache once their headers are known to fit, unless headers_only.
     """
+    wanted = hub_id(path)
+    if wanted is not None:
+        return _open_hub(wanted, allow_unknown_keys, strict, headers_only, quiet)
     if "://" in str(path):
         raise BadInput(f"{path} is not on this machine: remote stores are not read. Copy the folder here first")
     given = orbax_io.local_path(path)
-    if HUB_ID.fullmatch(str(path)) and not given.exists():
-        raise BadInput(f"{path} does not exist. Is it a hub id? Download it first and name its snapshot folder")
     if not str(path).strip() or not given.exists():
         raise BadInput(f"{str(path)!r} does not exist" if not given.is_symlink() else f"{given} is a dangling symlink")
     if not given.is_dir():
@@ -61,15 +68,43 @@ def _is_hf(folder: Path) -> bool:
     return (folder / safetensors_io.INDEX).exists() or any(folder.glob("*.safetensors"))
 
 
-def _open_hf(folder: Path, allow_unknown_keys: Sequence[str], strict: bool) -> Source:
+def _open_hub(
+    wanted: HubId, allow_unknown_keys: Sequence[str], strict: bool, headers_only: bool, quiet: bool
+) -> Source:
+    from . import hub_commit, hub_files
+
+    if hub_commit.offline():
+        source = _open_hf(hub_files.cached_folder(wanted), allow_unknown_keys, strict)
+        if not headers_only:
+            hub_files.check_cached([tensor.file for tensor in source.tensors.values()])
+        return replace(source, said=f"{wanted} was taken from the hub's cache, off the network: {source.said}")
+    commit = hub_commit.resolve(wanted)
+    checkout = hub_files.Checkout(commit)
+    source = _open_hf(checkout.folder, allow_unknown_keys, strict, commit.revision, checkout.sizes)
+    said = f"{wanted} is commit {commit.sha}"
+    if headers_only:
+        return replace(source, said=f"{said}, its shards on the hub", hub=checkout, shards_on_hub=True)
+    folder = checkout.download(quiet)
+    source = _open_hf(folder, allow_unknown_keys, strict, commit.revision)
+    return replace(source, said=f"{said}, fetched into {folder}", hub=checkout)
+
+
+def _open_hf(
+    folder: Path,
+    allow_unknown_keys: Sequence[str],
+    strict: bool,
+    revision: str | None = None,
+    sizes: Mapping[Path, int] | None = None,
+) -> Source:
+    """sizes: the true lengths of the shards, where only their headers are in the folder."""
     faults: list[str] = []
     config = read_config(folder / CONFIG, allow_unknown_keys, faults)
-    entries = safetensors_io.list_folder(folder, faults)
+    entries = safetensors_io.list_folder(folder, faults, sizes)
     tensors = {name: _hf_tensor(entry) for name, entry in entries.items()}
-    revision = revision_of(folder)
+    revision = revision or revision_of(folder)
     note = training_start_note(folder, revision, {tensor.code for tensor in tensors.values()})
     said = f"{folder} is an HF folder"
-    more = {"revision": revision, "notes": [note] if note else []}
+    more = {"revision": revision, "notes": [note] if note else [], "headers_only": sizes is not None}
     return fit_source("hf", folder, said, folder / CONFIG, config, tensors, faults, strict, **more)
 
 

@@ -76,8 +76,8 @@ def verify(
     Where the target's manifest says that a dtype was asked for, the source is cast the same way first, and a note says so.
     dtype says so for a target without a manifest.
     """
-    b = open_source(target, allow_unknown_keys)
-    a = _open_like(source, b, allow_unknown_keys)
+    b = open_source(target, allow_unknown_keys, quiet=quiet)
+    a = _open_like(source, b, allow_unknown_keys, quiet)
     differences = [
         f"config: {name} is {x!r} in {a.path}, {y!r} in {b.path}" for name, x, y in a.config.differences(b.config)
     ]
@@ -218,9 +218,9 @@ def as_text(result: Verification) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in result.notes)])
 
 
-def _open_like(source: str | Path, target: Source, allow_unknown_keys: Sequence[str]) -> Source:
+def _open_like(source: str | Path, target: Source, allow_unknown_keys: Sequence[str], quiet: bool) -> Source:
     """The source; an OLMo-core one with its padding rows where the target has them too."""
-    opened = open_source(source, allow_unknown_keys)
+    opened = open_source(source, allow_unknown_keys, quiet=quiet)
     if opened.kind == "core" and target.config.vocab_size == opened.padded_vocab_size != opened.config.vocab_size:
         return open_source(source, allow_unknown_keys, vocabulary="keep")
     return opened

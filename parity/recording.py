@@ -18,14 +18,14 @@ from .reference import require_torch, run_reference
 
 
 def record_reference(
-    reference: Path, target: Path, options: GateOptions = DEFAULTS, say: Callable[[str], None] = lambda _: None
+    reference: Path | str, target: Path, options: GateOptions = DEFAULTS, say: Callable[[str], None] = lambda _: None
 ) -> dict:
     """Run the reference alone and keep what a gate needs of it in the folder target; returns what was written.
 
     `run_gate(target, candidate)` then needs no torch. Raises BadInput.
     """
     require_torch()
-    source = open_source(reference, allow_unknown_keys=options.allow_unknown_keys)
+    source = open_source(reference, allow_unknown_keys=options.allow_unknown_keys, quiet=False)
     if source.kind != "hf":
         raise BadInput(f"{reference} is of the {source.kind} form; a Hugging Face folder is wanted")
     sequences = sides.sequences_of(source, source, options)

@@ -22,17 +22,19 @@ SCHEMA = "olmo-parity/report/1"
 
 
 def run_gate(
-    reference: Path,
+    reference: Path | str,
     candidate: Path | None,
     options: GateOptions = DEFAULTS,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict:
-    """Compare a Hugging Face folder, or a record of one, with an Orbax tree; returns the record that every report is made from.
+    """Compare a Hugging Face folder, a hub id, or a record of one, with an Orbax tree; returns the record that every report is made from.
 
     With options.candidate_fn the model tested is that function's, and candidate, which may be None, is what it is given.
     say gets a line about each step. Raises BadInput where no verdict can be given.
     """
+    sides.check_accepted(options.accept_uncovered)
     changed = overrides.parse(options.override)
+    reference = sides.on_this_machine(reference, candidate, options)
     if not changed:
         return _run_gate(reference, candidate, options, say) | {"overrides": {}}
     if options.also:
@@ -50,7 +52,6 @@ def run_gate(
 
 def _run_gate(reference: Path, candidate: Path | None, options: GateOptions, say: Callable[[str], None]) -> dict:
     started = time.monotonic()
-    sides.check_accepted(options.accept_uncovered)
     place = devices.placement(
         options.candidate_device,
         options.reference_device,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..convert.hub import hub_id
 from ..convert.sources import open_source
 from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import rope_tables, tables_hash
@@ -30,7 +31,7 @@ def open_sides(reference: Path, candidate: Path | None, options: GateOptions, pl
         function = open_candidate(options.candidate_fn, candidate, ref.config, options.allow_unknown_keys, place)
         cand = function.source
     else:
-        cand = open_source(candidate, allow_unknown_keys=options.allow_unknown_keys)
+        cand = open_source(candidate, allow_unknown_keys=options.allow_unknown_keys, headers_only=True)
     faults = []
     if ref.kind not in ("hf", "record"):
         faults.append(
@@ -48,6 +49,16 @@ def open_sides(reference: Path, candidate: Path | None, options: GateOptions, pl
     if ref.kind == "record" and cand:
         ref.check_belongs(cand)
     return ref, cand, function
+
+
+def on_this_machine(reference: Path | str, candidate: Path | None, options: GateOptions) -> Path:
+    """The folder of a reference. One that is given as a hub id is fetched into the hub's cache, where transformers reads it."""
+    if hub_id(reference) is None:
+        return Path(reference)
+    require_torch()
+    if candidate and not options.candidate_fn:  # its faults come before the download
+        open_source(candidate, allow_unknown_keys=options.allow_unknown_keys, headers_only=True)
+    return open_source(reference, allow_unknown_keys=options.allow_unknown_keys, quiet=False).path
 
 
 def check_accepted(names: tuple[str, ...]) -> None:

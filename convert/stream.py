@@ -1,0 +1,78 @@
+"""--stream: shards of the hub come one at a time, are converted, read back while they are here, and deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ..olmo_jax.errors import BadInput
+from .checkpoint import Source
+from .checksums import array_sha256
+from .compare import compare_moves
+from .copying import Move, group_moves, run_all
+from .fit import UNCOMPARED
+from .orbax_io import ITEM, TreeReader
+from .orbax_write import TreeWriter
+
+ROOM = "shards"  # in the staging folder: where a shard lies while it is here
+
+
+def check_streamable(source: Source) -> None:
+    """Raise BadInput where two shards would be needed at once."""
+    for note in source.notes:
+        if UNCOMPARED in note:
+            raise BadInput(f"{source.name} cannot be streamed: {note}. Convert it without --stream")
+
+
+def copy_shards(
+    source: Source,
+    moves: Sequence[Move],
+    step: Path,
+    writer: TreeWriter,
+    copy: Callable[[Sequence[Move]], list[dict]],
+    record: Callable[[Move, dict], None],
+    *,
+    verify: bool,
+    workers: int,
+    quiet: bool,
+) -> None:
+    """Carry moves over, shard by shard. copy writes a group of moves and returns their manifest entries; record notes one
+    as finished, which with verify is after it was read back and compared with its shard."""
+    shards: dict[Path, list[Move]] = {}
+    for move in moves:
+        shards.setdefault(move.tensor.file, []).append(move)
+    for file, part in shards.items():
+        entries: dict[str, dict] = {}
+
+        def carry(group: Sequence[Move], entries=entries) -> None:
+            for move, entry in zip(group, copy(group), strict=True):
+                entries[move.key] = entry
+
+        with source.hub.holding(file, step / ROOM, quiet):
+            run_all(group_moves(part), carry, workers)
+            if verify:
+                writer.finish(move.leaf.path for move in part)  # so that a reader sees these and no others
+                differences = compare_moves(step, part, workers, lambda _: None)
+                if differences:
+                    raise BadInput("what was read back is not what was meant", differences)
+        for move in part:
+            record(move, entries[move.key])
+
+
+def hash_differences(
+    step: Path, moves: Sequence[Move], finished: Mapping[str, dict], workers: int, progress: Callable[[int], None]
+) -> list[str]:
+    """Read the whole tree again, the shards being gone, and compare it with the hashes taken when it was compared."""
+    reader = TreeReader(step / ITEM)
+    leaves = reader.leaves  # opened once, before threads ask
+
+    def one(move: Move) -> str | None:
+        entry = finished[move.key]
+        found = array_sha256(reader, move.leaf.path, entry["chunk_shape"], progress)
+        if found != entry["target_sha256"] or leaves[move.leaf.path].dtype.name != entry["dtype"]:
+            return f"{move.leaf.path} has sha256 {found}, {entry['target_sha256']} was written"
+        return None
+
+    with ThreadPoolExecutor(workers) as pool:
+        return [text for text in pool.map(one, moves) if text]

@@ -83,7 +83,6 @@ class Checkout:
         """While in here, `file` of this folder is a whole shard, its hash checked; it lies in `room`, which is removed
         after."""
         name = file.relative_to(self.folder).as_posix()
-        shutil.rmtree(room, ignore_errors=True)  # of a run that was killed
         header = file.read_bytes()
         entries = read_header(file, [], self.sizes[file])
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,7 @@ def copy_shards(
 ) -> None:
     """Carry moves over, shard by shard. copy writes a group of moves and returns their manifest entries; record notes one
     as finished, which with verify is after it was read back and compared with its shard."""
+    shutil.rmtree(step / ROOM, ignore_errors=True)  # of a run that was killed: also where no shard is wanted any more
     shards: dict[Path, list[Move]] = {}
     for move in moves:
         shards.setdefault(move.tensor.file, []).append(move)

@@ -195,6 +195,17 @@ def test_a_streamed_conversion_that_was_cut_short_fetches_only_what_is_missing(h
     assert verify(STEP0, tmp_path / "0", quiet=True).equal
 
 
+def test_a_shard_that_a_killed_run_left_is_not_published(hub, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("olmo_parity.convert.pipeline.finish_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        hf2orbax(STEP0, tmp_path / "0", stream=True, quiet=True)
+    shards = tmp_path / ".0.converting" / "shards"
+    shards.mkdir()
+    (shards / SHARDS[3]).write_text("whole, and converted")
+    assert hf2orbax(STEP0, tmp_path / "0", stream=True, quiet=True).resumed == 14
+    assert not (tmp_path / "0" / "shards").exists()
+
+
 def test_a_streamed_shard_that_is_read_back_differently_is_refused(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("olmo_parity.convert.copying.transposed", lambda a: a.reshape(a.shape[::-1]))
     assert "not what was meant" in said(hf2orbax, STEP0, tmp_path / "0", stream=True, quiet=True)
@@ -204,6 +215,28 @@ def test_a_streamed_tree_that_changes_after_its_shard_is_gone_is_refused(hub, tm
     monkeypatch.setattr("olmo_parity.convert.stream.array_sha256", lambda *_: "0" * 64)
     assert "sha256" in said(hf2orbax, STEP0, tmp_path / "0", stream=True, quiet=True)
     assert not (tmp_path / "0").exists()
+
+
+def test_a_shard_that_is_not_the_one_whose_header_was_read_is_refused(hub, repository, tmp_path, monkeypatch):
+    swapped = shutil.copytree(repository, tmp_path / "swapped")
+    hub.folders[FIRST] = swapped
+    real = hub_files.Checkout.holding
+
+    def swap_first(self, *arguments):
+        shutil.copyfile(swapped / SHARDS[2], swapped / SHARDS[0])
+        return real(self, *arguments)
+
+    monkeypatch.setattr(hub_files.Checkout, "holding", swap_first)
+    monkeypatch.setattr(hub_files, "_problem", lambda *_: None)  # a hub that lists no hashes
+    assert "header was read before" in said(hf2orbax, STEP0, tmp_path / "0", stream=True, quiet=True)
+
+
+def test_the_space_asked_for_counts_the_shard_that_is_held(hub, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("olmo_parity.convert.staging.Staging.check_space", lambda self, needed: asked.append(needed))
+    hf2orbax(STEP0, tmp_path / "0", stream=True, quiet=True)
+    hf2orbax(STEP0, tmp_path / "1", quiet=True)
+    assert asked[0] - asked[1] == max(s["size"] for s in hub.listing(FIRST))
 
 
 def test_a_tied_head_cannot_be_streamed(hub, repository, tmp_path):

@@ -198,6 +198,41 @@ def check_report(
     raise typer.Exit(answer.exit_code)
 
 
+@parity_app.command()
+def loader(
+    function: Annotated[str, typer.Argument(help="package.module:function, see docs/loader.md.")],
+    processes: Annotated[int | None, typer.Option(min=1, help="That are simulated; by default 4.")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="Of each process, given to the function.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Batches of each process; by default a whole epoch.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Given to the function; by default 0.")] = None,
+    resume_at: Annotated[
+        int | None, typer.Option(min=0, help="Step of the restart; by default half of them, 0: none.")
+    ] = None,
+    other_processes: Annotated[int | None, typer.Option(min=1, help="Restart with so many too.")] = None,
+    same_order: Annotated[
+        bool, typer.Option("--same-order", help="Every step must hold the records that a single process sees in it.")
+    ] = False,
+    patience: Annotated[
+        float | None, typer.Option(min=0, help="Seconds without a batch before it hangs; by default 120.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the whole record there.")] = None,
+) -> None:
+    """The data loader: each record to one process, once an epoch, and after a restart? Exit 0 yes, 1 no, 3 not shown."""
+    from .parity import loader as checking
+    from .parity import report
+
+    given = {
+        "processes": processes, "workers": workers, "steps": steps, "seed": seed, "resume_at": resume_at,
+        "other_processes": other_processes, "patience": patience, "same_order": same_order,
+    }  # fmt: skip
+    report.prepare({"json": json}, [])
+    options = checking.LoaderOptions(**{name: value for name, value in given.items() if value is not None})
+    record = checking.run_loader(function, options, say=_say)
+    typer.echo(checking.console(record))
+    report.write_reports(record, json, None, None, None)
+    raise typer.Exit(record["exit_code"])
+
+
 @convert_app.command()
 def hf2orbax(
     source: Annotated[str, typer.Argument(help="Hugging Face folder, or hub id: allenai/Olmo-3-1025-7B.")],

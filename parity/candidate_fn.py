@@ -103,14 +103,14 @@ def open_candidate(
         return replace(function, imported=function.run([], dtype="float32", folder=Path(folder) / "import"))
 
 
-def load(spec: str) -> tuple[Callable, Callable | None]:
+def load(spec: str, option: str = "--candidate-fn") -> tuple[Callable, Callable | None]:
     """The factory that package.module:function names, and the one of activations beside it or None.
 
-    The working directory is looked in first. Raises BadInput saying what is missing.
+    The working directory is looked in first. Raises BadInput saying what is missing; option is what named it.
     """
     module_name, colon, name = spec.partition(":")
     if not (colon and module_name and name):
-        raise BadInput(f"--candidate-fn {spec!r} is not of the form package.module:function")
+        raise BadInput(f"{option} {spec!r} is not of the form package.module:function")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -118,21 +118,21 @@ def load(spec: str) -> tuple[Callable, Callable | None]:
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise BadInput(
-                f"--candidate-fn {spec}: no module {error.name} in {os.getcwd()} or in this Python ({sys.executable})"
+                f"{option} {spec}: no module {error.name} in {os.getcwd()} or in this Python ({sys.executable})"
             ) from None
-        raise BadInput(f"--candidate-fn {spec}: {module_name} imports {error.name}, which is not installed") from None
+        raise BadInput(f"{option} {spec}: {module_name} imports {error.name}, which is not installed") from None
     except Exception:  # the user's own code: anything can happen
-        raise BadInput(f"--candidate-fn {spec}: {module_name} cannot be imported\n{_last_lines()}") from None
+        raise BadInput(f"{option} {spec}: {module_name} cannot be imported\n{_last_lines()}") from None
     function = getattr(module, name, None)
     if function is None:
         public = sorted(
             n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name
         )
         raise BadInput(
-            f"--candidate-fn {spec}: {module.__file__} has no {name}; it has {', '.join(public) or 'no functions'}"
+            f"{option} {spec}: {module.__file__} has no {name}; it has {', '.join(public) or 'no functions'}"
         )
     if not callable(function):
-        raise BadInput(f"--candidate-fn {spec}: {name} is a {type(function).__name__}, a function is wanted")
+        raise BadInput(f"{option} {spec}: {name} is a {type(function).__name__}, a function is wanted")
     return function, getattr(module, name + ACTIVATIONS, None)
 
 

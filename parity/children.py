@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ POLL_SECONDS = 0.05
 LAST_CHARACTERS = 2000  # of a dead child's stderr
 # -P: a numpy.py or an olmo_parity/ in the user's working directory is not what the child is meant to import.
 PYTHON = (sys.executable, "-P")
+ALIVE = "alive"  # a child's file: what it is at
 ENDING = ("SIGTERM", "SIGHUP")  # what schedulers and closed terminals send
 
 
@@ -35,11 +37,14 @@ def end_in_order() -> None:
             signal.signal(getattr(signal, name), end)
 
 
-def run_children(module: str, folder: Path, request: dict, env: dict[str, str], what: str) -> dict:
+def run_children(
+    module: str, folder: Path, request: dict, env: dict[str, str], what: str, patience: float | None = None
+) -> dict:
     """Run `python -m module` in request["processes"] processes; returns the answer of process 0.
 
     folder takes the request, the answers and stderr. The first process that ends badly ends the others too. Raises BadInput
-    with its own sentence, or with its last lines under `what`, which names the run.
+    with its own sentence, or with its last lines under `what`, which names the run. With patience, children that run a
+    user's code are ended, and what they started with them, where folder/ALIVE stays unchanged for so many seconds.
     """
     count = request["processes"]
     (folder / "request.json").write_text(json.dumps(request))
@@ -49,11 +54,24 @@ def run_children(module: str, folder: Path, request: dict, env: dict[str, str], 
         for index in range(count):
             with open(_stderr(folder, index), "wb") as stderr:
                 command = [*PYTHON, "-m", module, str(folder), str(index), address]
-                children.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=stderr))
+                children.append(
+                    subprocess.Popen(
+                        command,
+                        env=env,
+                        stdout=subprocess.DEVNULL,
+                        stderr=stderr,
+                        start_new_session=patience is not None,
+                    )
+                )
         while (codes := [c.poll() for c in children]).count(0) < count and not any(codes):
+            if patience is not None:
+                _check_alive(folder, what, patience)
             time.sleep(POLL_SECONDS)
     finally:
         for child in children:
+            if patience is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
             if child.poll() is None:
                 child.kill()
                 child.wait()
@@ -68,6 +86,15 @@ def run_children(module: str, folder: Path, request: dict, env: dict[str, str], 
         which = f"process {index} of {count} of {what}" if count > 1 else what
         raise BadInput(f"{which} ended with {_ending(codes[index])}: {_last(folder, index)}")
     return answers[0]
+
+
+def _check_alive(folder: Path, what: str, patience: float) -> None:
+    """Raise BadInput where the children's last sign of life is too old."""
+    file = folder / ALIVE
+    last = file if file.exists() else folder / "request.json"
+    if time.time() - last.stat().st_mtime > patience:
+        at = f" at {file.read_text()}" if file.exists() else ""
+        raise BadInput(f"{what} hangs: nothing came for {patience:g} seconds{at}")
 
 
 def serve(run: Callable[[dict, Path, int, str], dict]) -> None:

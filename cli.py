@@ -151,7 +151,7 @@ def record(
 def preflight(
     context: typer.Context,
     only: Annotated[
-        list[str] | None, typer.Option(help="This stage alone. Repeatable. Known: weights, logits.")
+        list[str] | None, typer.Option(help="This stage alone. Repeatable. Known: weights, logits, loader.")
     ] = None,
     keep_going: Annotated[
         bool, typer.Option("--keep-going/--no-keep-going", help="Run the stages after one that failed too.")
@@ -200,37 +200,37 @@ def check_report(
 
 @parity_app.command()
 def loader(
-    function: Annotated[str, typer.Argument(help="package.module:function, see docs/loader.md.")],
-    processes: Annotated[int | None, typer.Option(min=1, help="That are simulated; by default 4.")] = None,
+    context: typer.Context,
+    function: Annotated[str | None, typer.Argument(help="package.module:function, see docs/loader.md.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="That are simulated.")] = 4,
     workers: Annotated[int | None, typer.Option(min=0, help="Of each process, given to the function.")] = None,
     steps: Annotated[int | None, typer.Option(min=2, help="Batches of each process; by default a whole epoch.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Given to the function; by default 0.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Given to the function.")] = 0,
     resume_at: Annotated[
         int | None, typer.Option(min=0, help="Step of the restart; by default half of them, 0: none.")
     ] = None,
     other_processes: Annotated[int | None, typer.Option(min=1, help="Restart with so many too.")] = None,
     same_order: Annotated[
-        bool, typer.Option("--same-order", help="Every step must hold the records that a single process sees in it.")
+        bool,
+        typer.Option("--same-order/--no-same-order", help="Every step must hold what a single process sees in it."),
     ] = False,
-    patience: Annotated[
-        float | None, typer.Option(min=0, help="Seconds without a batch before it hangs; by default 120.")
-    ] = None,
+    patience: Annotated[float, typer.Option(min=0, help="Seconds without a batch after which it hangs.")] = 120,
     json: Annotated[Path | None, typer.Option(help="Write the whole record there.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="Instead of the nearest parity.toml.")] = None,
+    no_config: Annotated[bool, typer.Option("--no-config", help="Read no parity.toml.")] = False,
 ) -> None:
     """The data loader: each record to one process, once an epoch, and after a restart? Exit 0 yes, 1 no, 3 not shown."""
     from .parity import loader as checking
-    from .parity import report
+    from .parity import report, settings, stage, stage_report
 
-    given = {
-        "processes": processes, "workers": workers, "steps": steps, "seed": seed, "resume_at": resume_at,
-        "other_processes": other_processes, "patience": patience, "same_order": same_order,
-    }  # fmt: skip
-    report.prepare({"json": json}, [])
-    options = checking.LoaderOptions(**{name: value for name, value in given.items() if value is not None})
-    record = checking.run_loader(function, options, say=_say)
-    typer.echo(checking.console(record))
-    report.write_reports(record, json, None, None, None)
-    raise typer.Exit(record["exit_code"])
+    given = _given(context)
+    found = settings.load(given.pop("config", None), given.pop("no_config", False))
+    report.prepare({"json": given.pop("json", None)}, [found.file])
+    record = checking.run_loader(*checking.chosen(given, found.section(checking.SECTION, checking.KEYS)), say=_say)
+    typer.echo(stage_report.console(record))
+    if json:
+        report.write(json, report.as_json(record))
+    raise typer.Exit(stage.exit_code(record))
 
 
 @convert_app.command()

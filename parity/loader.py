@@ -15,14 +15,27 @@ from pathlib import Path
 import numpy as np
 
 from ..olmo_jax.errors import BadInput
-from . import gate, stage
+from . import settings
 from .loader_coverage import Coverage, Identity, batches_that_differ, choose_identity, coverage, steps_that_differ
 from .loader_criteria import OTHER_PROCESSES, coverage_criteria, other_processes, repetition_criteria
 from .loader_kinds import kinds, seed_changes_nothing
 from .loader_simulation import LoaderOptions, Streams, repeat, run_child, simulate
 from .loader_streams import Stream
+from .stage import judged, not_run
 
-STAGE = "data loader"
+STAGE = "loader"
+SECTION = "preflight.loader"
+KEYS = {  # of that table in parity.toml; kinds as in settings.KEYS
+    "function":        settings.TEXT,
+    "processes":       settings.COUNT,
+    "workers":         settings.WHOLE,
+    "steps":           settings.COUNT,
+    "seed":            settings.WHOLE,
+    "resume_at":       settings.WHOLE,
+    "other_processes": settings.COUNT,
+    "same_order":      settings.FLAG,
+    "patience":        settings.NUMBER,
+}  # fmt: skip
 HARMLESS = ("shuffled within shards only", "uneven processes")  # kinds that are named and do not decide
 
 
@@ -38,7 +51,23 @@ def run_loader(spec: str, options: LoaderOptions | None = None, say: Callable[[s
         streams = run_child(spec, options, Path(folder) / "first")
         say("the loader again, with the same seed")
         again = run_child(spec, options, Path(folder) / "again", again=True)
-    return judge(streams, again, options, started) | {"function": spec}
+    return judge(streams, again, options, started)
+
+
+def run_stage(options, say: Callable[[str], None]) -> dict:
+    """The stage of preflight (options: preflight_options.Preflight): what [preflight.loader] of parity.toml asks for."""
+    table = options.settings.section(SECTION, KEYS)
+    if not table:
+        return not_run(STAGE, f"no [{SECTION}] names a function")
+    return run_loader(*chosen({}, table), say)
+
+
+def chosen(given: dict, table: dict) -> tuple[str, LoaderOptions]:
+    """The function and the options, those given over those of [preflight.loader]. Raises BadInput where no function is named."""
+    values = table | given
+    if "function" not in values:
+        raise BadInput(f"no loader is named: olmo-parity loader package.module:function, or function in [{SECTION}]")
+    return values.pop("function"), LoaderOptions(**values)
 
 
 def check_loader(function: Callable, options: LoaderOptions | None = None) -> dict:
@@ -46,16 +75,6 @@ def check_loader(function: Callable, options: LoaderOptions | None = None) -> di
     options = _checked(options or LoaderOptions())
     started = time.monotonic()
     return judge(simulate(function, options), repeat(function, options), options, started)
-
-
-def console(record: dict) -> str:
-    """The record as text."""
-    lines = [f"{k['kind']}: {k['sentence']}" for k in record["kinds"]]
-    lines += [f"not shown: {text}" for text in record["open_questions"]]
-    for what, labels in record["coverage"]["examples"].items():
-        if labels:
-            lines.append(f"{what}, for instance: {', '.join(labels)}")
-    return stage.console(record, lines + [f"note: {text}" for text in record["notes"]])
 
 
 def _checked(options: LoaderOptions) -> LoaderOptions:
@@ -92,28 +111,29 @@ def judge(streams: Streams, again: Streams, options: LoaderOptions, started: flo
         criteria, unclear = criteria + more, unclear + reasons
     differing["other processes"] = next((int(c.value) for c in criteria if c.name == OTHER_PROCESSES and c.on), 0)
     named = kinds(streams, identity, covered, by_tokens, differing, options)
-    verdict = gate.judge(criteria, unclear, records)
-    sentence = verdict.sentence
-    if verdict.exit_code == gate.PASS:
-        sentence = (
-            f"{records:,} records, {covered.compared} of {options.processes} processes: together they see what a single "
-            "process sees" + (", by token counts" if by_tokens else "")
-        )
-    elif verdict.exit_code == gate.FAIL and (faults := [k for k in named if k["kind"] not in HARMLESS]):
-        sentence = "; ".join(f"{k['kind']}: {k['sentence']}" for k in faults[:2])
-    return stage.record(
-        STAGE, verdict, sentence, criteria, started,
-        kinds=named,
+    faults = [f"{k['kind']}: {k['sentence']}" for k in named if k["kind"] not in HARMLESS]
+    record = judged(
+        STAGE,
+        started,
+        criteria,
         open_questions=unclear,
+        passed=f"{records:,} records, {covered.compared} of {options.processes} processes: together they see what a single "
+        "process sees" + (", by token counts" if by_tokens else ""),
+        where=[f"{k['kind']}: {k['sentence']}" for k in named] + _examples(streams, covered),
+        kinds=named,
         notes=_notes(streams, identity, covered, by_tokens, differing),
         options=asdict(options),
         identity=asdict(identity) | {"told_by": streams.facts["told_by"]},
-        coverage=_readable(streams, covered),
+        coverage={k: v for k, v in asdict(covered).items() if k not in ("examples", "shared")},
         processes=_rows(streams, identity, covered),
         single_process={"records": len(streams.found["single",].ids), "ended": streams.found["single",].ended},
         order={"steps": differing["compared steps"], "steps_that_differ": differing["steps"]},
-        restart={k: streams.facts[k] for k in ("resume_at", "other_processes_from", "records_a_step") if k in streams.facts},
-    )  # fmt: skip
+        restart={key: streams.facts.get(key) for key in ("resume_at", "other_processes_from", "records_a_step")},
+        function={key: streams.facts.get(key) for key in ("name", "file", "sha256")},
+    )
+    if record["verdict"] == "fail" and faults:
+        record["decided_by"] = "; ".join(faults[:2])
+    return record
 
 
 def _differing(streams: Streams, again: Streams, identity: Identity) -> dict[str, int]:
@@ -172,9 +192,12 @@ def _notes(streams: Streams, identity: Identity, covered: Coverage, by_tokens: b
     return found
 
 
-def _readable(streams: Streams, covered: Coverage) -> dict:
-    examples = {what: [streams.labels[k] for k in keys] for what, keys in covered.examples.items()}
-    return {**asdict(replace(covered, examples=examples)), "shared": sum(covered.shared)}
+def _examples(streams: Streams, covered: Coverage) -> list[str]:
+    return [
+        f"{what}, for instance: {', '.join(streams.labels[key] for key in keys)}"
+        for what, keys in covered.examples.items()
+        if keys
+    ]
 
 
 def _rows(streams: Streams, identity: Identity, covered: Coverage) -> list[dict]:

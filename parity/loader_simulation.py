@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import numpy as np
 
 from ..olmo_jax.errors import BadInput
 from .children import ALIVE, run_children, serve
+from .identity import file_hash
 from .loader_streams import Collector, StateRefused, Stream
 
 MOST_RECORDS = 2_000_000  # of all processes together, before an end is no longer waited for
@@ -181,7 +183,9 @@ def _run(request: dict, folder: Path, index: int, address: str) -> dict:
     arrays = {f"{i}/{part}": getattr(s, part) for i, s in enumerate(streams.found.values()) for part in ARRAYS}
     np.savez(folder / STREAMS, **arrays)
     (folder / LABELS).write_text(json.dumps(streams.labels))
-    return streams.facts | {"streams": [[name, s.ended, s.workers] for name, s in streams.found.items()]}
+    file = inspect.getsourcefile(inspect.unwrap(function))
+    source = {"name": request["spec"], "file": file, "sha256": file_hash(Path(file)) if file else None}
+    return streams.facts | source | {"streams": [[name, s.ended, s.workers] for name, s in streams.found.items()]}
 
 
 def _report(now: list[str], file: Path) -> None:

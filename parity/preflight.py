@@ -25,6 +25,7 @@ Say = Callable[[str], None]
 RUNS = {
     "weights": ("preflight", "run_weights"),
     "logits":  ("preflight", "run_logits"),
+    "loader":  ("loader", "run_stage"),
 }  # fmt: skip
 # The worst first: a stage that failed says more than one that could not be read.
 EXIT_CODES = {"fail": gate.FAIL, BAD_INPUT: gate.BAD_INPUT, "inconclusive": gate.INCONCLUSIVE}

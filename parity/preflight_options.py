@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
-from . import settings
+from . import loader, settings
 from .options import DEFAULTS, GateOptions
 
 SECTION = "preflight"
 STAGES = {  # in the order they run; what each looks at
     "weights": "weights, bit for bit",
     "logits":  "logits, both legs of the gate",
+    "loader":  "data loader, as several processes and after a restart",
 }  # fmt: skip
 KEYS = {  # of [preflight]; kinds as in settings.KEYS
+    "loader":       settings.TABLE,  # of loader.KEYS
     "source":       settings.PATH,   # what the weights are verified against, where that is not the reference
     "strict":       settings.FLAG,
     "keep_going":   settings.FLAG,
@@ -56,6 +58,8 @@ def choose(given: dict, found: settings.Settings) -> tuple[Preflight, dict[str, 
             near = difflib.get_close_matches(name, STAGES, n=1, cutoff=0)[0]
             raise BadInput(f"--only {name}: there is no such stage, was {near} meant? Known: {', '.join(STAGES)}")
     own = found.section(SECTION, KEYS) | {k: v for k, v in given.items() if k in KEYS}
+    if own.pop("loader", None):  # its stage reads it when its turn comes
+        loader.chosen({}, found.section(loader.SECTION, loader.KEYS))
     sides = {k: v for k, v in given.items() if k in settings.KEYS and k not in KEYS}
     values = {k: v for k, v in (found.values | sides).items() if k not in GATES_OWN}
     reference, candidate, options = settings.sides_and_options(values, found.file)

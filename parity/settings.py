@@ -14,9 +14,10 @@ from .options import GateOptions
 
 FILE = "parity.toml"
 PATH, TEXT, TEXTS, CORE, TABLE = "a path", "text", "a list of text", "core: and a path", "a table"
-FLAG, COUNT, NUMBER, NUMBERS = (
+FLAG, COUNT, WHOLE, NUMBER, NUMBERS = (
     "true or false",
     "a whole number above 0",
+    "a whole number of at least 0",
     "a number of at least 0",
     "a table of numbers of at least 0",
 )
@@ -195,8 +196,8 @@ def _fits(value, kind: str) -> bool:
         return isinstance(value, str) and bool(value)
     if kind == FLAG:
         return isinstance(value, bool)
-    if kind == COUNT:
-        return number and isinstance(value, int) and value > 0
+    if kind in (COUNT, WHOLE):
+        return number and isinstance(value, int) and value >= (kind == COUNT)
     if kind == NUMBER:
         return _is_limit(value)
     if kind == TABLE:

@@ -57,3 +57,8 @@ def not_run(stage: str, why: str, verdict: str = NOT_RUN, seconds: float = 0.0) 
         "advice": [],
         "seconds": round(seconds, 2),
     }
+
+
+def exit_code(record: dict) -> int:
+    """Of a command that ran one stage alone."""
+    return next(code for code, name in gate.VERDICTS.items() if name == record["verdict"])

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 
 from olmo_parity.olmo_jax.errors import BadInput
-from olmo_parity.parity import loader
+from olmo_parity.parity import loader, preflight_options, settings
 from olmo_parity.parity.loader import LoaderOptions, check_loader, run_loader
+from olmo_parity.parity.preflight_options import Preflight
 
 N = 240  # records: divided by 2, 3 and 4 processes in whole batches
 STEP = 12  # of them, over all processes
@@ -597,6 +599,8 @@ CHILD = """
 import random, time
 def by_a_set(p, n, seed, step):
     return list({f"record {i}" for i in range(60)})[p::n][step:]
+def right(p, n, seed, step):
+    return range(p + n * step, 60, n)
 def hangs(p, n, seed, step):
     for i in range(p, 60, n):
         if p == 1 and i > 20:
@@ -645,5 +649,22 @@ def test_the_example_and_the_command(grain, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.parity_main()
     said = capsys.readouterr().out
-    assert ended.value.code == 1 and "FAIL  data loader: sharded twice: all processes together see 64 of 512" in said
+    assert ended.value.code == 1 and "FAIL  loader: sharded twice: all processes together see 64 of 512" in said
     assert json.loads(report.read_text())["stage"] == loader.STAGE
+
+
+def test_the_stage_of_preflight_takes_its_table(module):
+    Path("parity.toml").write_text('[preflight.loader]\nfunction = "user_loader:right"\nprocesses = 2\nresume_at = 0\n')
+    found = settings.load(None, False)
+    done = loader.run_stage(Preflight(settings=found), lambda _: None)
+    assert (done["stage"], done["verdict"]) == ("loader", "pass") and len(done["processes"]) == 2
+    assert done["function"]["name"] == "user_loader:right" and len(done["function"]["sha256"]) == 64
+    nothing = loader.run_stage(Preflight(), lambda _: None)
+    assert nothing["verdict"] == "not run" and "[preflight.loader]" in nothing["decided_by"]
+    for text, said in (
+        ("processes = 2", "no loader is named"),
+        ('function = "a:b"\nprocess = 2', "unknown key 'process'"),
+    ):
+        Path("parity.toml").write_text(f"[preflight.loader]\n{text}\n")
+        with pytest.raises(BadInput, match="(?s)" + re.escape(said)):
+            preflight_options.choose({}, settings.load(None, False))

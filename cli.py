@@ -248,6 +248,9 @@ def hf2orbax(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at TARGET.")] = False,
     allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help="Copy NaN and infinity too.")] = False,
     allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+    layout: Annotated[
+        str, typer.Option(help="Of the tree: olmo_jax, maxtext (scanned layers) or maxtext-unscanned.")
+    ] = "olmo_jax",
     compression: Annotated[str, typer.Option(help="none or zstd.")] = "none",
     chunk_bytes: Annotated[int | None, typer.Option(min=1, help="Largest chunk of an array on disk, bytes.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Tensors in work at once.")] = None,
@@ -267,6 +270,7 @@ def hf2orbax(
         overwrite=overwrite,
         allow_nonfinite=allow_nonfinite,
         allow_unknown_keys=allow_unknown_key or (),
+        layout=layout,
         compression=compression,
         workers=workers,
         quiet=quiet,
@@ -288,6 +292,9 @@ def core2orbax(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at TARGET.")] = False,
     allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help="Copy NaN and infinity too.")] = False,
     allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+    layout: Annotated[
+        str, typer.Option(help="Of the tree: olmo_jax, maxtext (scanned layers) or maxtext-unscanned.")
+    ] = "olmo_jax",
     compression: Annotated[str, typer.Option(help="none or zstd.")] = "none",
     chunk_bytes: Annotated[int | None, typer.Option(min=1, help="Largest chunk of an array on disk, bytes.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Tensors in work at once.")] = None,
@@ -308,6 +315,7 @@ def core2orbax(
         overwrite=overwrite,
         allow_nonfinite=allow_nonfinite,
         allow_unknown_keys=allow_unknown_key or (),
+        layout=layout,
         compression=compression,
         workers=workers,
         quiet=quiet,
@@ -325,6 +333,9 @@ def orbax2hf(
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read back and compare every bit.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at TARGET.")] = False,
     allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help="Copy NaN and infinity too.")] = False,
+    model_config: Annotated[
+        str | None, typer.Option(help="config.json, or a folder with one, of a tree that has none (MaxText's own).")
+    ] = None,
     allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Tensors in work at once.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
@@ -341,6 +352,7 @@ def orbax2hf(
         verify=verify,
         overwrite=overwrite,
         allow_nonfinite=allow_nonfinite,
+        model_config=model_config,
         allow_unknown_keys=allow_unknown_key or (),
         workers=workers,
         quiet=quiet,
@@ -356,6 +368,9 @@ def verify(
     manifest: Annotated[bool, typer.Option("--manifest", help="Check one tree against its own manifest.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, where SOURCE is a hub id.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    model_config: Annotated[
+        str | None, typer.Option(help="config.json, or a folder with one, of a tree that has none (MaxText's own).")
+    ] = None,
     allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
@@ -365,12 +380,16 @@ def verify(
 
     if manifest == (target is not None):
         raise BadInput("name SOURCE and TARGET, or --manifest and one tree")
+    if manifest and model_config:
+        raise BadInput("--manifest looks at the tree alone, as it was written: leave --model-config out")
     source = hub.with_revision(source, revision)
     memory.keep_freed_memory()
     if manifest:
         result = verifying.verify_manifest(source, quiet=quiet)
     else:
-        result = verifying.verify(source, target, allow_unknown_keys=allow_unknown_key or (), quiet=quiet)
+        result = verifying.verify(
+            source, target, model_config=model_config, allow_unknown_keys=allow_unknown_key or (), quiet=quiet
+        )
     typer.echo(verifying.as_json(result) if json_output else verifying.as_text(result))
     raise typer.Exit(0 if result.equal else 1)
 
@@ -385,6 +404,9 @@ def diff(
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Every tensor, not only the 30 that moved most.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    model_config: Annotated[
+        str | None, typer.Option(help="config.json, or a folder with one, of a tree that has none (MaxText's own).")
+    ] = None,
     allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
@@ -395,7 +417,13 @@ def diff(
     from .convert import hub, memory
 
     memory.keep_freed_memory()
-    found = differ.diff(hub.with_revision(a, revision), b, allow_unknown_keys=allow_unknown_key or (), quiet=quiet)
+    found = differ.diff(
+        hub.with_revision(a, revision),
+        b,
+        model_config=model_config,
+        allow_unknown_keys=allow_unknown_key or (),
+        quiet=quiet,
+    )
     limit = None if show_all else 30
     typer.echo(json.dumps(found.as_json(), indent=1) if json_output else differ.as_text(found, limit))
     raise typer.Exit(0 if found.equal else 1)
@@ -406,6 +434,9 @@ def inspect(
     path: Annotated[str, typer.Argument(help="A checkpoint of any form.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, where PATH is a hub id.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    model_config: Annotated[
+        str | None, typer.Option(help="config.json, or a folder with one, of a tree that has none (MaxText's own).")
+    ] = None,
     allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
 ) -> None:
     """Config, resolved rotary embedding per layer type, and tensors, from metadata alone."""
@@ -413,7 +444,7 @@ def inspect(
 
     from .convert import describe, hub
 
-    found = describe.inspect(hub.with_revision(path, revision), allow_unknown_key or ())
+    found = describe.inspect(hub.with_revision(path, revision), allow_unknown_key or (), model_config=model_config)
     typer.echo(json.dumps(found.as_json(), indent=1) if json_output else describe.as_text(found))
     raise typer.Exit(2 if found.source.faults else 0)
 

@@ -56,6 +56,7 @@ class Source:
 
     kind: str  # 'hf', 'core' or 'orbax'
     path: Path  # the folder that was taken
+    config_file: Path
     said: str  # which folder was taken, and why
     config: Olmo3Config
     tensors: dict[str, Tensor]  # by HF name, in the order of mapping.weights
@@ -118,7 +119,7 @@ def fit_source(
     if faults and strict:
         raise BadInput(f"{path} cannot be used", faults)
     notes = (*config.notes, *fit.notes, *more.pop("notes", ()))
-    return Source(kind, path, said, config, fit.tensors, notes, tuple(faults), **more)
+    return Source(kind, path, config_file, said, config, fit.tensors, notes, tuple(faults), **more)
 
 
 def read_config(file: Path, allow_unknown_keys: Sequence[str], faults: list[str]) -> Olmo3Config | None:

@@ -12,7 +12,7 @@ import numpy as np
 from ..olmo_jax.errors import BadInput
 from .checkpoint import Tensor
 from .layout import cast, non_finite, transposed
-from .mapping import TRANSPOSED, Weight
+from .mapping import SPLIT_AXIS, TRANSPOSED, Place, Weight
 from .orbax_io import ITEM
 from .orbax_write import Leaf, TreeWriter, chunk_shape, store_errors
 
@@ -22,12 +22,16 @@ GROUP_BYTES = 8 << 20  # held in memory until it is committed
 
 @dataclass(frozen=True)
 class Move:
-    """One step of a plan: this tensor becomes this leaf."""
+    """One step of a plan: this tensor becomes this leaf.
+
+    leaf is olmo_jax's; in a tree of MaxText's layout it lies at `place`, which may be a part of a leaf.
+    """
 
     weight: Weight
     tensor: Tensor
     leaf: Leaf
     item: str = ITEM  # of the Orbax step
+    place: Place | None = None
 
     @property
     def key(self) -> str:
@@ -37,6 +41,19 @@ class Move:
     @property
     def turned(self) -> bool:
         return self.weight.layout == TRANSPOSED
+
+    @property
+    def shared(self) -> bool:
+        """Whether other weights lie in the same stored leaf."""
+        return self.place is not None and self.place.block is not None
+
+    @property
+    def stored(self) -> Leaf:
+        """The leaf as it is stored."""
+        place = self.place
+        if place is None:
+            return self.leaf
+        return Leaf(place.path, place.leaf_shape, self.leaf.dtype, place.leaf_chunk(self.leaf.chunk_shape))
 
     def slices(self) -> Iterator[tuple[int, int]]:
         """HF rows of each chunk of the leaf. A chunk holds whole HF rows: they are the leaf's columns where it is turned."""
@@ -48,6 +65,11 @@ class Move:
         """Where HF rows [start, stop) lie in the leaf."""
         return (slice(None), slice(start, stop)) if self.turned else (slice(start, stop),)
 
+    def stored_index(self, start: int, stop: int) -> tuple:
+        """Where they lie in the stored leaf."""
+        index = self.index(start, stop)
+        return index if self.place is None else self.place.select(index)[0]
+
 
 class NonFiniteError(Exception):
     """Tensors hold NaN or infinite values; each fault names one, counts them and locates the first."""
@@ -58,13 +80,20 @@ class NonFiniteError(Exception):
 
 
 def plan_move(
-    weight: Weight, tensor: Tensor, dtype: np.dtype | None, chunk_bytes: int, item: str = ITEM, prefix: str = ""
+    weight: Weight,
+    tensor: Tensor,
+    dtype: np.dtype | None,
+    chunk_bytes: int,
+    item: str = ITEM,
+    prefix: str = "",
+    place: Place | None = None,
 ) -> Move:
     """The leaf that a weight becomes, cut along the axis whose slices are whole rows of the source."""
     dtype = dtype or tensor.dtype
     axis = len(weight.shape) - 1 if weight.layout == TRANSPOSED else 0
-    chunk = chunk_shape(weight.jax_shape, axis, dtype.itemsize, chunk_bytes)
-    return Move(weight, tensor, Leaf(prefix + weight.jax, weight.jax_shape, dtype, chunk), item)
+    unit = place.shape[axis + 1] if place and SPLIT_AXIS.get(place.split) == axis else 1  # whole heads
+    chunk = chunk_shape(weight.jax_shape, axis, dtype.itemsize, chunk_bytes, unit)
+    return Move(weight, tensor, Leaf(prefix + weight.jax, weight.jax_shape, dtype, chunk), item, place)
 
 
 def group_moves(moves: Sequence[Move]) -> list[list[Move]]:
@@ -144,7 +173,7 @@ def _copy(move: Move, writer: TreeWriter, allow_nonfinite: bool, progress: Calla
     tensor, leaf = move.tensor, move.leaf
     before, after = hashlib.sha256(), hashlib.sha256()
     found = NonFinite()
-    store = writer.create(leaf, transaction)
+    store = writer.open(move.stored, transaction) if move.shared else writer.create(move.stored, transaction)
     pending = None
     for start, stop in move.slices():
         rows = tensor.rows(start, stop)
@@ -159,7 +188,8 @@ def _copy(move: Move, writer: TreeWriter, allow_nonfinite: bool, progress: Calla
             _finish(pending, transaction)
         if not (found.count and not allow_nonfinite):
             # The slice is not touched again, so the store need not copy it first.
-            pending = store[move.index(start, stop)].write(laid, can_reference_source_data_indefinitely=True)
+            part = store[move.stored_index(start, stop)]
+            pending = part.write(laid.reshape(part.shape), can_reference_source_data_indefinitely=True)
         progress(rows.nbytes)
         del rows, kept, laid
     if pending is not None:
@@ -171,6 +201,7 @@ def _copy(move: Move, writer: TreeWriter, allow_nonfinite: bool, progress: Calla
         "source_file": str(tensor.file),
         "item": move.item,
         "target_path": leaf.path,
+        **({"stored": move.place.name} if move.place else {}),
         "layout": move.weight.layout,
         "source_shape": list(tensor.shape),
         "shape": list(leaf.shape),

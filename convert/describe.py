@@ -13,7 +13,7 @@ from .checkpoint import Source
 from .manifest import config_hash
 from .progress import in_bytes
 from .safetensors_io import DTYPES
-from .sources import open_source
+from .sources import check_used, open_source
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,12 @@ class Inspection:
         }
 
 
-def inspect(path: str | Path, allow_unknown_keys: Sequence[str] = ()) -> Inspection:
+def inspect(
+    path: str | Path, allow_unknown_keys: Sequence[str] = (), *, model_config: str | Path | None = None
+) -> Inspection:
     """Describe a checkpoint of any form. Tensors that do not fit the config are listed as faults, not raised."""
-    source = open_source(path, allow_unknown_keys, strict=False, headers_only=True)
+    source = open_source(path, allow_unknown_keys, strict=False, headers_only=True, model_config=model_config)
+    check_used(model_config, source)
     config = source.config
     tables = rope_tables(config)
     rotary = {}

@@ -15,7 +15,7 @@ from .checkpoint import Source, Tensor
 from .layout import cast
 from .mapping import weights
 from .progress import Progress
-from .sources import open_source
+from .sources import check_used, open_source
 
 SLICE_VALUES = 1 << 21  # values of each side at once; they become float64, 16 MiB a piece
 
@@ -64,12 +64,14 @@ def diff(
     a: str | Path,
     b: str | Path,
     *,
+    model_config: str | Path | None = None,
     allow_unknown_keys: Sequence[str] = (),
     workers: int | None = None,
     quiet: bool = False,
 ) -> CheckpointDiff:
     """Measure every weight of two checkpoints in float64. Forms and dtypes may differ; shapes must agree to be compared."""
-    first, second = (open_source(path, allow_unknown_keys, quiet=quiet) for path in (a, b))
+    first, second = (open_source(path, allow_unknown_keys, quiet=quiet, model_config=model_config) for path in (a, b))
+    check_used(model_config, first, second)
     names = [w.hf for w in weights(first.config)]
     names += [w.hf for w in weights(second.config) if w.hf not in first.tensors]
     unmatched, pairs = [], []

@@ -21,14 +21,14 @@ from .hf_config import hf_config
 from .layout import transposed
 from .manifest import config_hash, make_manifest, write_manifest
 from .mapping import weights
-from .orbax_io import ITEM, TREE_FILE, TreeReader, resolve_tree
+from .orbax_io import TREE_FILE, TreeReader, open_item, resolve_tree
 from .orbax_write import Leaf
 from .pipeline import COPIES, MEMORY
 from .progress import Progress
 from .record import ConversionRecord
 from .safetensors_io import DTYPE_CODES
 from .safetensors_write import SHARD_BYTES, Place, create_files, lay_out, sync_files, write_rows
-from .sources import CONFIG, open_source
+from .sources import CONFIG, check_used, open_source
 from .staging import Staging, check_apart, clean_target
 
 SLICE_BYTES = 64 << 20  # most that is read at once from a tree whose chunks are larger
@@ -43,6 +43,7 @@ def orbax2hf(
     verify: bool = True,
     overwrite: bool = False,
     allow_nonfinite: bool = False,
+    model_config: str | Path | None = None,
     allow_unknown_keys: Sequence[str] = (),
     workers: int | None = None,
     quiet: bool = False,
@@ -52,7 +53,8 @@ def orbax2hf(
     transformers: which releases config.json must serve: both (4.57 and 5.13+), 4 or 5 alone. Raises BadInput listing all
     faults; then no target is left. A run that was killed resumes when called again with the same arguments.
     """
-    opened = open_source(source, allow_unknown_keys, headers_only=True)
+    opened = open_source(source, allow_unknown_keys, headers_only=True, model_config=model_config)
+    check_used(model_config, opened)
     if opened.kind != "orbax":
         raise BadInput(f"{opened.said}: orbax2hf wants an Orbax tree")
     target = clean_target(target)
@@ -66,7 +68,7 @@ def orbax2hf(
     dtypes = {tensor.dtype.name for tensor in opened.tensors.values()}
     config = replace(opened.config, dtype=next(iter(dtypes)) if len(dtypes) == 1 else opened.config.dtype)
     raw = hf_config(config, transformers)
-    reader = TreeReader(resolve_tree(opened.path).item)
+    reader = open_item(resolve_tree(opened.path).item)
     moves = [_move(opened, reader, weight) for weight in weights(config)]
     listed = [(m.weight.hf, DTYPE_CODES[m.leaf.dtype], m.weight.shape) for m in moves]
     shards, places = lay_out(listed, shard_bytes)
@@ -141,12 +143,12 @@ def orbax2hf(
 def _move(source: Source, reader: TreeReader, weight) -> Move:
     """The same pairing as on the way in. Slices follow the tree's chunks, so that each is decoded once."""
     tensor = source.tensors[weight.hf]
-    leaf = reader.leaves[tensor.name]
+    leaf = reader.leaves[weight.jax]
     row = max(tensor.nbytes // max(tensor.shape[0], 1), 1)
     axis = len(leaf.shape) - 1 if len(leaf.shape) == 2 and weight.layout == "TRANSPOSED" else 0
     step = min(leaf.chunk_shape[axis], max(2 * SLICE_BYTES // row, 1))
     chunk = tuple(step if i == axis else n for i, n in enumerate(leaf.shape))
-    return Move(weight, tensor, Leaf(leaf.path, leaf.shape, leaf.dtype, chunk), ITEM)
+    return Move(weight, tensor, Leaf(leaf.path, leaf.shape, leaf.dtype, chunk), reader.item.name)
 
 
 def _copy(
@@ -165,7 +167,7 @@ def _copy(
     if found.count and not allow_nonfinite:
         raise NonFiniteError([found.sentence(move.tensor)])
     return {
-        "source_name": move.leaf.path,
+        "source_name": move.tensor.name,
         "source_file": str(move.tensor.file),
         "target_name": move.weight.hf,
         "target_file": place.file,

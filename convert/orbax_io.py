@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from ..olmo_jax.errors import BadInput
+from . import maxtext
+from .maxtext import MaxTextReader, is_maxtext
 
 ITEM = "state"  # the item of OLMO_JAX_LAYOUT.md
 STEP_FILES = ("_CHECKPOINT_METADATA", "orbax.checkpoint", "commit_success.txt")
@@ -35,6 +37,12 @@ class LeafMetadata:
     shape: tuple[int, ...]
     dtype: np.dtype
     chunk_shape: tuple[int, ...]
+    stored: str | None = None  # what holds it, where that has another name
+
+    @property
+    def name(self) -> str:
+        """As stored, for the user."""
+        return self.stored or self.path
 
     @property
     def nbytes(self) -> int:
@@ -69,8 +77,9 @@ def resolve_tree(path: str | Path, item: str = ITEM) -> Resolved:
             return Resolved(given.parent, given, f"{given} is the item of step folder {given.parent}")
         return Resolved(given, given, f"{given} is a tree without a step folder around it")
     items = _items(given)
-    if item in items:
-        return Resolved(given, given / item, f"{given} is a step folder, its item {item} was taken")
+    for name in (item, maxtext.ITEM):
+        if name in items:
+            return Resolved(given, given / name, f"{given} is a step folder, its item {name} was taken")
     if len(items) == 1:
         return Resolved(given, given / items[0], f"{given} is a step folder, its only item {items[0]} was taken")
     if items:
@@ -107,7 +116,9 @@ class TreeReader:
             raw = json.loads(file.read_text(encoding="utf-8"))
             self.use_ocdbt = bool(raw.get("use_ocdbt", (item / "manifest.ocdbt").exists()))
             self.driver = "zarr3" if raw.get("use_zarr3", False) else "zarr"
-            self.keys = [_keys(key, value) for key, value in raw["tree_metadata"].items()]
+            # Empty nodes (an opt_state that was never filled) are listed too and hold no array.
+            listed = [(key, value) for key, value in raw["tree_metadata"].items() if not _is_empty(value)]
+            self.keys = [_keys(key, value) for key, value in listed]
         except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as error:
             raise BadInput(f"{file} is not the metadata of an Orbax tree: {error!r}") from None
         if self.use_ocdbt and not (item / "manifest.ocdbt").is_file():
@@ -175,14 +186,20 @@ class TreeReader:
         return ts.open(spec, read=True, open=True, context=self._context)
 
 
+def open_item(item: Path) -> TreeReader | MaxTextReader:
+    """The weights of an item under olmo_jax's paths and in its axes, whichever of the layouts it has."""
+    tree = TreeReader(item)
+    return MaxTextReader(tree) if is_maxtext(tree.keys) else tree
+
+
 def tree_metadata(path: str | Path) -> dict[str, LeafMetadata]:
     """Shape, dtype and chunk of every leaf by path (keys joined by /), without reading data or building shardings."""
-    return TreeReader(resolve_tree(path).item).leaves
+    return open_item(resolve_tree(path).item).leaves
 
 
 def read_tree(path: str | Path) -> dict:
-    """The whole tree as nested dicts of NumPy arrays, on one host, whatever devices saved it."""
-    reader = TreeReader(resolve_tree(path).item)
+    """The whole tree as nested dicts of NumPy arrays in olmo_jax's layout, on one host, whatever devices saved it."""
+    reader = open_item(resolve_tree(path).item)
     tree: dict = {}
     for leaf in reader.leaves:
         *parents, last = leaf.split("/")
@@ -195,7 +212,7 @@ def read_tree(path: str | Path) -> dict:
 
 def read_leaf(path: str | Path, leaf: str) -> np.ndarray:
     """One leaf of a tree by its path (keys joined by /)."""
-    return TreeReader(resolve_tree(path).item).read(leaf)
+    return open_item(resolve_tree(path).item).read(leaf)
 
 
 def _keys(key: str, value: dict) -> tuple[str, ...]:
@@ -203,6 +220,10 @@ def _keys(key: str, value: dict) -> tuple[str, ...]:
     if stated:
         return tuple(str(part["key"]) for part in stated)
     return tuple(str(part) for part in ast.literal_eval(key))
+
+
+def _is_empty(value: dict) -> bool:
+    return bool(value.get("value_metadata", {}).get("skip_deserialize"))
 
 
 def _items(folder: Path) -> list[str]:

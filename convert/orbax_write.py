@@ -12,7 +12,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,12 +43,16 @@ class Leaf:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def chunk_shape(shape: tuple[int, ...], axis: int, itemsize: int, chunk_bytes: int) -> tuple[int, ...]:
-    """Chunks that cut `axis` alone, as evenly as possible: the last one is padded on disk to the size of the others."""
-    across = math.prod(shape) // max(shape[axis], 1) * itemsize  # bytes for one step along the axis
+def chunk_shape(shape: tuple[int, ...], axis: int, itemsize: int, chunk_bytes: int, unit: int = 1) -> tuple[int, ...]:
+    """Chunks that cut `axis` alone, as evenly as possible: the last one is padded on disk to the size of the others.
+
+    unit: what along the axis must stay together, such as the values of one head.
+    """
+    across = math.prod(shape) // max(shape[axis], 1) * itemsize * unit  # bytes for one step along the axis
     most = max(chunk_bytes // max(across, 1), 1)
-    count = max(math.ceil(shape[axis] / most), 1)
-    return tuple(max(math.ceil(n / count), 1) if i == axis else n for i, n in enumerate(shape))
+    units = shape[axis] // unit
+    count = max(math.ceil(units / most), 1)
+    return tuple(max(math.ceil(units / count), 1) * unit if i == axis else n for i, n in enumerate(shape))
 
 
 class TreeWriter:
@@ -58,6 +62,7 @@ class TreeWriter:
         import tensorstore as ts
 
         self.item = item
+        self.prepared: list[str] = []
         self.codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
         if compression == "zstd":
             self.codecs.append({"name": "zstd", "configuration": {"level": ZSTD_LEVEL}})
@@ -98,20 +103,42 @@ class TreeWriter:
         options = {"create": True, "delete_existing": True, "context": self._context, "transaction": transaction}
         return ts.open(self.spec(leaf), **options).result()
 
+    def prepare(self, leaves: Iterable[Leaf]) -> None:
+        """Make the arrays that several weights share, before any of them is written; those that are there keep what is in them."""
+        import tensorstore as ts
+
+        for leaf in leaves:
+            ts.open(self.spec(leaf), create=True, open=True, context=self._context).result()
+            self.prepared.append(leaf.path)
+
+    def open(self, leaf: Leaf, transaction=None):
+        """The TensorStore of a leaf that `prepare` made."""
+        import tensorstore as ts
+
+        return ts.open(self.spec(leaf), open=True, context=self._context, transaction=transaction).result()
+
+    def write(self, leaf: Leaf, values: np.ndarray) -> None:
+        """A small leaf, whole."""
+        self.create(leaf).write(values).result()
+
     def transaction(self):
         """Several leaves in one commit: pass it to `create`, write, then commit it."""
         import tensorstore as ts
 
         return ts.Transaction()
 
-    def finish(self, paths: Iterable[str]) -> None:
-        """Write the tree's metadata, which makes the item one that Orbax can open."""
+    def finish(self, paths: Iterable[str], empty: Iterable[str] = ()) -> None:
+        """Write the tree's metadata, which makes the item one that Orbax can open. empty: dicts that hold nothing."""
+        array = {"value_type": "np.ndarray", "skip_deserialize": False}
+        nothing = {"value_type": "Dict", "skip_deserialize": True}
         tree = {}
-        for path in sorted(paths):
+        for path, value in sorted(
+            [*((p, array) for p in set(paths)), *((p, nothing) for p in empty)], key=lambda x: x[0]
+        ):
             keys = path.split("/")
             tree[repr(tuple(keys))] = {
                 "key_metadata": [{"key": key, "key_type": 2} for key in keys],
-                "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+                "value_metadata": value,
             }
         metadata = {
             "tree_metadata": tree,
@@ -137,15 +164,18 @@ def store_errors(item: Path) -> Iterator[None]:
         raise OSError(errno.ENOSPC if full else errno.EIO, f"{text}; {kept}", str(item)) from None
 
 
-def finish_step(step: Path, items: Iterable[str], started_ns: int) -> None:
-    """Write what makes a folder a finished Orbax step: its items, and the marker that readers of object stores look for."""
+def finish_step(step: Path, items: Iterable[str], started_ns: int, custom: Mapping[str, object]) -> None:
+    """Write what makes a folder a finished Orbax step: its items, and the marker that readers of object stores look for.
+
+    custom: Orbax's custom_metadata, for whoever wrote the tree's reader.
+    """
     metadata = {
         "item_handlers": dict.fromkeys(items, HANDLER),
         "metrics": {},
         "performance_metrics": {},
         "init_timestamp_nsecs": started_ns,
         "commit_timestamp_nsecs": time.time_ns(),
-        "custom_metadata": {},
+        "custom_metadata": dict(custom),
     }
     (step / "_CHECKPOINT_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
     (step / "orbax.checkpoint").write_bytes(b"")

@@ -8,8 +8,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from ..olmo_jax.config_hf import to_hf
 from ..olmo_jax.errors import BadInput
+from . import maxtext
 from .carry import carried_files, copy_files, tokenizer_faults
 from .checkpoint import Source
 from .checksums import file_checksums, sha256_of_file
@@ -17,9 +20,10 @@ from .compare import compare_moves
 from .copying import Move, copy_group, group_moves, plan_move, run_all
 from .hub import hub_id
 from .manifest import config_hash, make_manifest, write_manifest
-from .mapping import weights
-from .orbax_io import ITEM, STEP_FILES
-from .orbax_write import CHUNK_BYTES, COMPRESSION, OPTIMIZER, TreeWriter, finish_step
+from .mapping import MAXTEXT_CYCLE, maxtext_place, weights
+from .maxtext import OLMO_JAX
+from .orbax_io import STEP_FILES
+from .orbax_write import CHUNK_BYTES, COMPRESSION, OPTIMIZER, Leaf, TreeWriter, finish_step
 from .progress import Progress
 from .record import ConversionRecord
 from .safetensors_io import DTYPES
@@ -41,13 +45,14 @@ def hf2orbax(
     overwrite: bool = False,
     allow_nonfinite: bool = False,
     allow_unknown_keys: Sequence[str] = (),
+    layout: str = OLMO_JAX,
     compression: str = "none",
     chunk_bytes: int = CHUNK_BYTES,
     workers: int | None = None,
     quiet: bool = False,
     stream: bool = False,
 ) -> ConversionRecord:
-    """Convert an HF folder, or a commit of the hub, to the Orbax tree of OLMO_JAX_LAYOUT.md, in slices.
+    """Convert an HF folder, or a commit of the hub, to an Orbax tree, in slices: olmo_jax's, or one of MaxText's layouts.
 
     dtype is kept unless named (float32, bfloat16, float16). Raises BadInput listing all faults; then no target is left.
     A run that was killed resumes when called again with the same arguments. stream: keep one shard of the hub at a time,
@@ -67,6 +72,7 @@ def hf2orbax(
         verify=verify,
         overwrite=overwrite,
         allow_nonfinite=allow_nonfinite,
+        layout=layout,
         compression=compression,
         chunk_bytes=chunk_bytes,
         workers=workers,
@@ -85,6 +91,7 @@ def core2orbax(
     overwrite: bool = False,
     allow_nonfinite: bool = False,
     allow_unknown_keys: Sequence[str] = (),
+    layout: str = OLMO_JAX,
     compression: str = "none",
     chunk_bytes: int = CHUNK_BYTES,
     workers: int | None = None,
@@ -108,6 +115,7 @@ def core2orbax(
         verify=verify,
         overwrite=overwrite,
         allow_nonfinite=allow_nonfinite,
+        layout=layout,
         compression=compression,
         chunk_bytes=chunk_bytes,
         workers=workers,
@@ -123,6 +131,7 @@ def convert(
     verify: bool,
     overwrite: bool,
     allow_nonfinite: bool,
+    layout: str,
     compression: str,
     chunk_bytes: int,
     workers: int | None,
@@ -132,13 +141,15 @@ def convert(
 ) -> ConversionRecord:
     """Carry every tensor of an opened source over, then the files beside it; publish only what was read back equal."""
     carried = carried_files(source.carry_from or source.path)
-    _check_options(source, target, carried, dtype, compression, chunk_bytes)
-    moves = plan(source, dtype, chunk_bytes, optimizer)
+    _check_options(source, target, carried, dtype, layout, compression, chunk_bytes, optimizer)
+    moves = plan(source, dtype, chunk_bytes, optimizer, layout)
+    notes = (*source.notes, *(maxtext.notes(source.config) if layout != OLMO_JAX else ()))
     job = {
         "source": source.name,
         "files": source.hub.identity() if source.hub else _fingerprint(source, carried),
         "config": config_hash(source.config),
         "dtype": dtype,
+        "layout": layout,
         "compression": compression,
         "chunk_bytes": chunk_bytes,
         "allow_nonfinite": allow_nonfinite,
@@ -155,6 +166,10 @@ def convert(
         staging.check_space(sum(move.leaf.nbytes for move in waiting) + held)
         items = sorted({move.item for move in moves}, reverse=True)  # state first
         writers = {item: TreeWriter(staging.folder / item, compression, cpus) for item in items}
+        for item, writer in writers.items():
+            writer.prepare(
+                {move.stored.path: move.stored for move in moves if move.shared and move.item == item}.values()
+            )
         progress = Progress("writing", sum(move.tensor.nbytes for move in waiting), quiet)
 
         def copy(group: Sequence[Move]) -> list[dict]:
@@ -169,16 +184,16 @@ def convert(
 
         if source.shards_on_hub:
             more = {"verify": verify, "workers": workers, "quiet": quiet}
-            copy_shards(source, waiting, staging.folder, writers[ITEM], copy, record, **more)
+            copy_shards(source, waiting, staging.folder, writers[items[0]], copy, record, **more)
         else:
             run_all(group_moves(waiting), carry, workers)
         for item, writer in writers.items():
-            writer.finish(move.leaf.path for move in moves if move.item == item)
+            finish_item(writer, [move.stored.path for move in moves if move.item == item], layout)
         seconds, verify_seconds = progress.close(), 0.0
         peak = progress.peak_anonymous
         if _fingerprint(source, carried) != before:
             raise BadInput(f"{source.path} was changed while it was converted: start again when it is at rest")
-        finish_step(staging.folder, items, started_ns)
+        finish_step(staging.folder, items, started_ns, maxtext.step_metadata(layout))
         (staging.folder / ORBAX_CONFIG).write_text(json.dumps(to_hf(source.config), indent=2) + "\n", encoding="utf-8")
         if verify:
             reading = Progress("verifying", sum(move.tensor.nbytes for move in moves), quiet)
@@ -194,7 +209,7 @@ def convert(
             "tree_files": file_checksums(staging.folder, [*items, *STEP_FILES], workers),
             "carried": [{"file": file.name, "sha256": sha256_of_file(file)} for file in carried],
         }
-        write_manifest(staging.folder, _manifest(source, moves, staging.finished, job, verify, beside))
+        write_manifest(staging.folder, _manifest(source, moves, staging.finished, job, verify, notes, beside))
         staging.publish()
     return ConversionRecord(
         source=source.name,
@@ -209,14 +224,23 @@ def convert(
         peak_memory=peak,
         verified=verify,
         resumed=resumed,
-        notes=source.notes,
+        notes=notes,
     )
 
 
-def plan(source: Source, dtype: str | None, chunk_bytes: int, optimizer: bool = False) -> list[Move]:
+def plan(
+    source: Source, dtype: str | None, chunk_bytes: int, optimizer: bool = False, layout: str = OLMO_JAX
+) -> list[Move]:
     """Every tensor to its leaf, in the order of the mapping. open_source has checked names, shapes and dtypes."""
     wanted = DTYPE_NAMES[dtype] if dtype else None
     needed = weights(source.config)
+    if layout != OLMO_JAX:
+        cycle = MAXTEXT_CYCLE if layout == maxtext.SCANNED else None
+        places = [maxtext_place(w, source.config, cycle) for w in needed]
+        return [
+            plan_move(w, source.tensors[w.hf], wanted, chunk_bytes, maxtext.ITEM, place=place)
+            for w, place in zip(needed, places, strict=True)
+        ]
     moves = [plan_move(w, source.tensors[w.hf], wanted, chunk_bytes) for w in needed]
     if not optimizer:
         return moves
@@ -235,8 +259,24 @@ def plan(source: Source, dtype: str | None, chunk_bytes: int, optimizer: bool = 
     return moves
 
 
-def _check_options(source, target, carried, dtype, compression, chunk_bytes) -> None:
-    faults = []
+def finish_item(writer: TreeWriter, paths: Sequence[str], layout: str) -> None:
+    """What makes the arrays a tree of their layout."""
+    if layout == OLMO_JAX:
+        writer.finish(paths)
+        return
+    step = np.zeros(
+        (), np.int64
+    )  # MaxText's own converter writes these two: training starts at step 0, its optimizer anew
+    writer.write(Leaf("step", step.shape, step.dtype, ()), step)
+    writer.finish([*paths, "step"], empty=["opt_state"])
+
+
+def _check_options(source, target, carried, dtype, layout, compression, chunk_bytes, optimizer) -> None:
+    faults = maxtext.layout_faults(source.config, layout)
+    if optimizer and layout in (maxtext.SCANNED, maxtext.UNSCANNED):
+        faults.append(
+            "the optimizer's moments can be brought along in the layout olmo_jax alone: leave --optimizer out"
+        )
     if dtype is not None and dtype not in DTYPE_NAMES:
         faults.append(f"dtype {dtype!r} is not supported ({', '.join(sorted(DTYPE_NAMES))} are)")
     if compression not in COMPRESSION:
@@ -258,7 +298,13 @@ def _fingerprint(source: Source, carried: Sequence[Path]) -> list[list]:
 
 
 def _manifest(
-    source: Source, moves: Sequence[Move], finished: dict[str, dict], job: dict, verified: bool, beside: dict
+    source: Source,
+    moves: Sequence[Move],
+    finished: dict[str, dict],
+    job: dict,
+    verified: bool,
+    notes: Sequence[str],
+    beside: dict,
 ) -> dict:
     return make_manifest(
         source={
@@ -275,13 +321,14 @@ def _manifest(
             "policy": job["vocabulary"],
         },
         target_kind="orbax",
+        layout=job["layout"],
         dtype=job["dtype"],
         compression=job["compression"],
         chunk_bytes=job["chunk_bytes"],
         allow_nonfinite=job["allow_nonfinite"],
         allowed_unknown_keys=list(source.config.allowed_unknown_keys),
         verified=verified,
-        notes=list(source.notes),
+        notes=list(notes),
         training=dict(source.training),
         **beside,
         tensors=[finished[move.key] for move in moves],

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
+from ..olmo_jax.config import Olmo3Config
 from ..olmo_jax.errors import BadInput
-from . import core_source, orbax_io, safetensors_io
+from . import core_source, maxtext, orbax_io, safetensors_io
 from .checkpoint import Source, Tensor, fit_source, read_config
 from .hub import HubId, hub_id, revision_of, training_start_note
 from .layout import transposed
 from .mapping import TRANSPOSED, weights
+from .maxtext import MaxTextReader
 from .safetensors_io import DTYPE_CODES, DTYPES
 
 CONFIG = "config.json"
@@ -28,12 +30,14 @@ def open_source(
     vocabulary: str = "cut",
     headers_only: bool = False,
     quiet: bool = True,
+    model_config: str | Path | None = None,
 ) -> Source:
     """Open a checkpoint: an HF folder, OLMo-core's distributed folder, an Orbax tree (step, parent or item), or a hub id.
 
     Reads headers and metadata only. Every fault of the config, of the files and of how they fit each other is raised in
     one BadInput; with strict=False faults of the tensors are kept in `Source.faults` instead. vocabulary says what becomes
-    of the padding rows of OLMo-core's embedding and head: cut, keep, or check (refuse where there are any).
+    of the padding rows of OLMo-core's embedding and head: cut, keep, or check (refuse where there are any). model_config is
+    a config.json, or an HF folder with one, for an Orbax tree that has none beside it.
     The shards of a hub id are downloaded into the hub's cache once their headers are known to fit, unless headers_only.
     """
     wanted = hub_id(path)
@@ -55,7 +59,7 @@ def open_source(
     if step is not None:
         return core_source.open_core(given, step, allow_unknown_keys, strict, vocabulary)
     if orbax_io.is_tree(given):
-        return _open_orbax(given, allow_unknown_keys, strict)
+        return _open_orbax(given, allow_unknown_keys, strict, model_config)
     if (given / CONFIG).is_file():
         return _open_hf(given, allow_unknown_keys, strict)  # says which weights are missing
     raise BadInput(
@@ -115,11 +119,50 @@ def _hf_tensor(entry: safetensors_io.Entry) -> Tensor:
     return Tensor(entry.name, entry.name, entry.file, entry.code, entry.shape, fetch)
 
 
-def _open_orbax(folder: Path, allow_unknown_keys: Sequence[str], strict: bool) -> Source:
+def tree_config(step: Path) -> Path:
+    """The config of an Orbax tree: olmo_config.json beside it. MaxText writes none, so beside its trees a config.json counts
+    too, and one for all steps of a run."""
+    places = [folder / name for folder in (step, step.parent) for name in (ORBAX_CONFIG, CONFIG)]
+    return next((file for file in places if file.is_file()), places[0])
+
+
+def check_used(model_config: str | Path | None, *sources: Source) -> None:
+    """Refuse a model_config that no source needed: it would be taken for one that was looked at."""
+    if model_config is not None and not any(source.config_file == _config_in(model_config) for source in sources):
+        raise BadInput(
+            f"--model-config {model_config} was not used, a config lies beside the weights: "
+            f"{', '.join(str(source.config_file) for source in sources)}. Leave it out"
+        )
+
+
+def _config_in(given: str | Path) -> Path:
+    path = orbax_io.local_path(given)
+    return path / CONFIG if path.is_dir() else path
+
+
+def _open_orbax(
+    folder: Path, allow_unknown_keys: Sequence[str], strict: bool, model_config: str | Path | None
+) -> Source:
     resolved = orbax_io.resolve_tree(folder)
     faults: list[str] = []
-    config = read_config(resolved.step / ORBAX_CONFIG, allow_unknown_keys, faults)
-    reader = orbax_io.TreeReader(resolved.item)
+    more: dict = {}
+    said = resolved.said
+    reader = orbax_io.open_item(resolved.item)
+    file = resolved.step / ORBAX_CONFIG
+    if isinstance(reader, MaxTextReader):
+        said = f"{said}; it is {reader.said}"
+        file = tree_config(resolved.step)
+    if model_config is not None and not file.is_file():
+        file = _config_in(model_config)
+    if isinstance(reader, MaxTextReader) and not file.exists():
+        raise BadInput(
+            f"{resolved.item} is a MaxText tree and no config lies beside it, so nothing says what the model computes: copy the "
+            f"config.json of the Hugging Face model to {resolved.step / ORBAX_CONFIG}, or name it with olmo-convert's --model-config"
+        )
+    config = read_config(file, allow_unknown_keys, faults)
+    if config and isinstance(reader, MaxTextReader):
+        faults += reader.faults(config)
+        more["notes"] = _maxtext_notes(reader, config, file, resolved.step)
     names = {w.jax: w for w in weights(config)} if config else {}
     tensors = {}
     for path, leaf in reader.leaves.items():
@@ -128,16 +171,23 @@ def _open_orbax(folder: Path, allow_unknown_keys: Sequence[str], strict: bool) -
             reader, leaf, weight.hf if weight else path, bool(weight and weight.layout == TRANSPOSED)
         )
         tensors[tensor.hf] = tensor
-    return fit_source(
-        "orbax", resolved.step, resolved.said, resolved.step / ORBAX_CONFIG, config, tensors, faults, strict
-    )
+    return fit_source("orbax", resolved.step, said, file, config, tensors, faults, strict, **more)
 
 
-def _orbax_tensor(reader: orbax_io.TreeReader, leaf: orbax_io.LeafMetadata, hf: str, turned: bool) -> Tensor:
+def _maxtext_notes(reader: MaxTextReader, config: Olmo3Config, file: Path, step: Path) -> list[str]:
+    found = [] if file == step / ORBAX_CONFIG else [f"the config was taken from {file}: the tree has none of its own"]
+    if reader.left_out:
+        found.append(f"{', '.join(reader.left_out)} of the tree: not read, parameters alone are")
+    return found + maxtext.notes(config)
+
+
+def _orbax_tensor(
+    reader: orbax_io.TreeReader | MaxTextReader, leaf: orbax_io.LeafMetadata, hf: str, turned: bool
+) -> Tensor:
     def fetch(start: int, stop: int) -> np.ndarray:
         if turned:
             return transposed(reader.read(leaf.path, (slice(None), slice(start, stop))))
         return reader.read(leaf.path, (slice(start, stop),))
 
     code = DTYPE_CODES.get(leaf.dtype, leaf.dtype.name)
-    return Tensor(hf, leaf.path, reader.item, code, leaf.shape[::-1] if turned else leaf.shape, fetch)
+    return Tensor(hf, leaf.name, reader.item, code, leaf.shape[::-1] if turned else leaf.shape, fetch)

@@ -13,7 +13,7 @@ from .checksums import array_sha256
 from .compare import compare_moves
 from .copying import Move, group_moves, run_all
 from .fit import UNCOMPARED
-from .orbax_io import ITEM, TreeReader
+from .orbax_io import open_item
 from .orbax_write import TreeWriter
 
 ROOM = "shards"  # in the staging folder: where a shard lies while it is here
@@ -54,8 +54,9 @@ def copy_shards(
         with source.hub.holding(file, step / ROOM, quiet):
             run_all(group_moves(part), carry, workers)
             if verify:
-                writer.finish(move.leaf.path for move in part)  # so that a reader sees these and no others
-                differences = compare_moves(step, part, workers, lambda _: None)
+                # So that a reader sees these, and of stacks what other shards hold: no other leaf is there yet.
+                writer.finish([*(move.stored.path for move in part), *writer.prepared])
+                differences = compare_moves(step, part, workers, lambda _: None, whole=False)
                 if differences:
                     raise BadInput("what was read back is not what was meant", differences)
         for move in part:
@@ -66,7 +67,7 @@ def hash_differences(
     step: Path, moves: Sequence[Move], finished: Mapping[str, dict], workers: int, progress: Callable[[int], None]
 ) -> list[str]:
     """Read the whole tree again, the shards being gone, and compare it with the hashes taken when it was compared."""
-    reader = TreeReader(step / ITEM)
+    reader = open_item(step / moves[0].item)
     leaves = reader.leaves  # opened once, before threads ask
 
     def one(move: Move) -> str | None:

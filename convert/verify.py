@@ -22,11 +22,11 @@ from .copying import Move
 from .layout import cast
 from .manifest import MANIFEST, config_hash, read_manifest
 from .mapping import weights
-from .orbax_io import STEP_FILES, TreeReader, local_path, resolve_tree
+from .orbax_io import STEP_FILES, TreeReader, is_tree, local_path, open_item, resolve_tree
 from .orbax_write import OPTIMIZER, Leaf
 from .progress import Progress
 from .safetensors_io import DTYPES, list_folder, read_rows
-from .sources import CONFIG, ORBAX_CONFIG, open_source
+from .sources import CONFIG, ORBAX_CONFIG, check_used, open_source
 
 SLICE_BYTES = 32 << 20  # of each side at once
 DTYPE_NAMES = {dtype.name: dtype for dtype in DTYPES.values()}
@@ -66,6 +66,7 @@ def verify(
     source: str | Path,
     target: str | Path,
     *,
+    model_config: str | Path | None = None,
     allow_unknown_keys: Sequence[str] = (),
     dtype: str | None = None,
     workers: int | None = None,
@@ -76,8 +77,9 @@ def verify(
     Where the target's manifest says that a dtype was asked for, the source is cast the same way first, and a note says so.
     dtype says so for a target without a manifest.
     """
-    b = open_source(target, allow_unknown_keys, quiet=quiet)
-    a = _open_like(source, b, allow_unknown_keys, quiet)
+    b = open_source(target, allow_unknown_keys, quiet=quiet, model_config=model_config)
+    a = _open_like(source, b, allow_unknown_keys, quiet, model_config)
+    check_used(model_config, a, b)
     differences = [
         f"config: {name} is {x!r} in {a.path}, {y!r} in {b.path}" for name, x, y in a.config.differences(b.config)
     ]
@@ -119,7 +121,7 @@ def verify_manifest(target: str | Path, *, workers: int | None = None, quiet: bo
     An array whose bytes do not decode is a difference too, named like the others.
     """
     folder = local_path(target)
-    if (folder / CONFIG).is_file():
+    if (folder / CONFIG).is_file() and not is_tree(folder):
         return _verify_hf_manifest(folder.absolute(), workers or min(os.cpu_count() or 1, 4), quiet)
     resolved = resolve_tree(target)
     manifest = _whole_manifest(resolved.step, ORBAX_ENTRY)
@@ -134,7 +136,7 @@ def verify_manifest(target: str | Path, *, workers: int | None = None, quiet: bo
     _check_files(resolved.step, names, listed, workers, differences)
     progress = Progress("verifying", total, quiet)
     for item in items:
-        reader = TreeReader(resolved.step / item)
+        reader = open_item(resolved.step / item)
         try:
             found = reader.leaves
         except BadInput as error:
@@ -218,9 +220,15 @@ def as_text(result: Verification) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in result.notes)])
 
 
-def _open_like(source: str | Path, target: Source, allow_unknown_keys: Sequence[str], quiet: bool) -> Source:
+def _open_like(
+    source: str | Path,
+    target: Source,
+    allow_unknown_keys: Sequence[str],
+    quiet: bool,
+    model_config: str | Path | None,
+) -> Source:
     """The source; an OLMo-core one with its padding rows where the target has them too."""
-    opened = open_source(source, allow_unknown_keys, quiet=quiet)
+    opened = open_source(source, allow_unknown_keys, quiet=quiet, model_config=model_config)
     if opened.kind == "core" and target.config.vocab_size == opened.padded_vocab_size != opened.config.vocab_size:
         return open_source(source, allow_unknown_keys, vocabulary="keep")
     return opened
@@ -234,10 +242,10 @@ def _asked_dtype(target: Source) -> str | None:
 
 
 def _moves(target: Source, pairs) -> list[Move]:
-    reader = TreeReader(resolve_tree(target.path).item)
+    reader = open_item(resolve_tree(target.path).item)
     found = []
-    for weight, tensor, stored in pairs:
-        leaf = reader.leaves[stored.name]
+    for weight, tensor, _ in pairs:
+        leaf = reader.leaves[weight.jax]
         found.append(Move(weight, tensor, Leaf(leaf.path, leaf.shape, leaf.dtype, leaf.chunk_shape), reader.item.name))
     return found
 

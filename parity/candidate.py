@@ -59,7 +59,6 @@ def _run(request: dict, folder: Path, index: int, address: str) -> dict:
 
     from ..convert.orbax_io import read_tree
     from ..convert.sources import open_source
-    from ..olmo_jax.sharding import restore
 
     if not request["sequences"]:
         return jax_settings(mesh)
@@ -75,7 +74,7 @@ def _run(request: dict, folder: Path, index: int, address: str) -> dict:
 
         write_logits(source.path, source.config, sequences, dtype=dtype, folder=folder)
     else:
-        tree = read_tree(source.path) if mesh is None else restore(source.path, source.config, mesh)
+        tree = read_tree(source.path) if mesh is None else _on_mesh(source.path, source.config, mesh)
         logits_of = logits_function(source.config, tree, dtype)
         for number, sequence in enumerate(sequences):
             logits = row_logits(logits_of, sequence)
@@ -93,6 +92,28 @@ def _run(request: dict, folder: Path, index: int, address: str) -> dict:
         **jax_settings(mesh),
         "versions": {name: __import__(name).__version__ for name in ("jax", "jaxlib", "flax")},
     }
+
+
+def _on_mesh(path: Path, config: Olmo3Config, mesh) -> dict:
+    """The tree on a mesh: Orbax's own restore, and for MaxText's layout each device's part of each weight."""
+    import jax
+
+    from ..convert.orbax_io import MaxTextReader, open_item, resolve_tree
+    from ..olmo_jax.sharding import restore, shardings
+    from ..olmo_jax.tree import flatten, unflatten
+
+    reader = open_item(resolve_tree(path).item)
+    if not isinstance(reader, MaxTextReader):
+        return restore(path, config, mesh)
+    placed = flatten(shardings(config, mesh))
+    return unflatten(
+        {
+            name: jax.make_array_from_callback(
+                reader.leaf(name).shape, sharding, functools.partial(reader.read, name), dtype=reader.leaf(name).dtype
+            )
+            for name, sharding in placed.items()
+        }
+    )
 
 
 def forward_of(config: Olmo3Config, tree: dict, dtype) -> Callable[[Sequence], np.ndarray]:

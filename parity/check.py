@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..convert import manifest
 from ..convert.orbax_io import is_tree, resolve_tree
-from ..convert.sources import CONFIG, ORBAX_CONFIG, open_source
+from ..convert.sources import CONFIG, open_source, tree_config
 from ..olmo_jax.errors import BadInput
 from . import identity
 from .preflight import SCHEMA as PREFLIGHT
@@ -249,8 +249,7 @@ def _check_code(record: dict, report: Path) -> None:
 
 def _check_target(record: dict, report: Path, target: Path) -> None:
     side = record["candidate"]
-    config = _config_of(target)
-    found = "orbax" if config.name == ORBAX_CONFIG else "hf"
+    found, config = _config_of(target)
     if found != side.get("form"):
         raise _No(f"{report} judged a checkpoint of the {side.get('form')} form, {target} is of the {found} form")
     if identity.file_hash(config) != side["config_sha256"]:
@@ -263,14 +262,14 @@ def _check_target(record: dict, report: Path, target: Path) -> None:
         raise _No(f"the weights in {target} are not those that were judged{_changed(source, hashes)}")
 
 
-def _config_of(target: Path) -> Path:
-    """Where the config of a checkpoint lies, found without reading it."""
+def _config_of(target: Path) -> tuple[str, Path]:
+    """The form of a checkpoint and where its config lies, found without reading it."""
     target = Path(target)
     if not target.is_dir():
         raise BadInput(f"{target} is not a folder: a checkpoint is wanted")
     if (target / CONFIG).is_file() and not is_tree(target):
-        return target / CONFIG
-    return resolve_tree(target).step / ORBAX_CONFIG
+        return "hf", target / CONFIG
+    return "orbax", tree_config(resolve_tree(target).step)
 
 
 def _changed(source, hashes: dict) -> str:

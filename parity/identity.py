@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from ..convert import manifest
-from ..convert.orbax_io import TreeReader, resolve_tree
-from ..convert.sources import CONFIG, ORBAX_CONFIG, Source
+from ..convert.checkpoint import Source
+from ..convert.orbax_io import TreeReader, open_item, resolve_tree
 from ..olmo_jax.errors import BadInput
 
 PACKAGES = ("olmo-parity", "torch", "transformers", "jax", "jaxlib", "flax", "orbax-checkpoint", "tensorstore", "numpy")
@@ -27,7 +27,8 @@ def tensor_hashes(source: Source) -> dict[str, tuple[str, tuple[int, ...], str]]
     """(dtype, shape, sha256 of its bytes) of every stored tensor by its stored name. All data is read, none of it trusted.
 
     An Orbax leaf is hashed chunk by chunk in order, each in C order and without padding: what the target_sha256 of a
-    manifest.json is over, so that the two can be compared. Other forms are hashed row by row.
+    manifest.json is over, so that the two can be compared; in MaxText's layout its weights are, under olmo_jax's paths.
+    Other forms are hashed row by row.
     """
     jobs = list(_leaves(source) if source.kind == "orbax" else _tensors(source))
     jobs.sort(key=lambda job: -int(np.prod(job[2], dtype=np.int64)))
@@ -72,11 +73,6 @@ def combined_hash(tensors: dict[str, tuple[str, tuple[int, ...], str]]) -> str:
     return digest.hexdigest()
 
 
-def config_file(source: Source) -> Path:
-    """The file that says what the model of a checkpoint computes."""
-    return Path(source.path) / (ORBAX_CONFIG if source.kind == "orbax" else CONFIG)
-
-
 def file_hash(file: Path) -> str:
     """sha256 of a file's bytes."""
     try:
@@ -103,7 +99,7 @@ def versions() -> dict[str, str]:
 
 
 def _leaves(source: Source) -> Iterator[tuple]:
-    reader = TreeReader(resolve_tree(source.path).item)
+    reader = open_item(resolve_tree(source.path).item)
     for path, leaf in reader.leaves.items():
         yield path, leaf.dtype.name, leaf.shape, _chunks(reader, leaf)
 

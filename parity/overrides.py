@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..convert.orbax_io import resolve_tree
-from ..convert.sources import CONFIG, ORBAX_CONFIG
+from ..convert.orbax_io import is_tree, resolve_tree
+from ..convert.sources import CONFIG, ORBAX_CONFIG, tree_config
 from ..olmo_jax.errors import BadInput
 from .recorded import is_record
 
@@ -48,27 +48,28 @@ def applied(
         faults: list[str] = []
         sides = {"reference": reference, "candidate": candidate}
         for name, path in sides.items():
-            file = _config_of(path) if path else None
+            home, file = _config_of(path) if path else (None, None)
             if file is not None:
-                sides[name] = _changed(file, overrides, Path(folder) / name, faults)
+                sides[name] = _changed(home, file, overrides, Path(folder) / name, faults)
         if faults:
             raise BadInput("--override names what a config does not have", faults)
         yield sides["reference"], sides["candidate"]
 
 
-def _config_of(path: Path) -> Path | None:
-    """The config file of a checkpoint; None where there is none, which opening the checkpoint will say if it matters."""
-    if (path / CONFIG).is_file() and not (path / ORBAX_CONFIG).is_file():
-        return path / CONFIG
+def _config_of(path: Path) -> tuple[Path | None, Path | None]:
+    """A checkpoint's folder and its config file; None where there is none, which opening the checkpoint will say if it matters."""
     try:
-        file = resolve_tree(path).step / ORBAX_CONFIG
+        if is_tree(path):
+            step = resolve_tree(path).step
+            file = tree_config(step)
+            return step, file if file.is_file() else None
     except (BadInput, OSError):
-        return None
-    return file if file.is_file() else None
+        return None, None
+    return path, path / CONFIG if (path / CONFIG).is_file() else None
 
 
-def _changed(file: Path, overrides: dict[str, object], folder: Path, faults: list[str]) -> Path:
-    """A folder of links to everything beside the config file, and the config with the overrides."""
+def _changed(home: Path, file: Path, overrides: dict[str, object], folder: Path, faults: list[str]) -> Path:
+    """A folder of links to everything in the checkpoint's own, and the config with the overrides."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -84,8 +85,9 @@ def _changed(file: Path, overrides: dict[str, object], folder: Path, faults: lis
         else:
             inner[last] = value
     folder.mkdir()
-    for beside in file.absolute().parent.iterdir():
-        if beside.name != file.name:
+    name = CONFIG if file == home / CONFIG else ORBAX_CONFIG  # one for all steps of a run lies elsewhere
+    for beside in home.absolute().iterdir():
+        if beside.name != name:
             (folder / beside.name).symlink_to(beside)
-    (folder / file.name).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / name).write_text(json.dumps(config, indent=2) + "\n")
     return folder

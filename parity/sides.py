@@ -120,7 +120,7 @@ def describe(source) -> dict:
         "tensors": len(source.tensors),
         "bytes": sum(t.nbytes for t in source.tensors.values()),
         "rotary_tables_sha256": tables_hash(rope_tables(source.config)),
-        "config_sha256": identity.file_hash(identity.config_file(source)),
+        "config_sha256": identity.file_hash(source.config_file),
         "weights_sha256": identity.combined_hash(identity.tensor_hashes(source)),
     }
 
@@ -132,6 +132,8 @@ def notes(ref, cand, sequences: list[batches.Sequence], unknown: list[str]) -> l
     for side, source in (("reference", ref), ("candidate", cand)):
         if source and source.config.allowed_unknown_keys:
             found.append(f"{side} config: let through unread: {', '.join(source.config.allowed_unknown_keys)}")
+    own = [*ref.config.notes, *(cand.config.notes if cand else ())]
+    found += [f"candidate: {n}" for n in (cand.notes if cand else ()) if n not in own]
     if cand and narrower(ref, cand):
         found.append(
             f"the candidate is stored in {main_dtype(cand)}, the reference in {main_dtype(ref)}: "

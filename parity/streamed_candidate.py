@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..convert.orbax_io import TreeReader, resolve_tree
+from ..convert.orbax_io import TreeReader, open_item, resolve_tree
 from ..olmo_jax.config import Olmo3Config
 from ..olmo_jax.model import AttentionInputs, Embedding, Linear, attention_inputs, part_from_tree
 from ..olmo_jax.tree import leaves, unflatten
@@ -30,7 +30,7 @@ def write_logits(path: Path, config: Olmo3Config, sequences: list[Sequence], *, 
     mask of bytes [T, T] for each layer type and kind of sequence, and for the sequence in work the scores [N, T, T] in
     dtype and float32 (at 512 tokens of the 7B model 32 MiB, at 8192 tokens 8 GiB).
     """
-    reader = TreeReader(resolve_tree(path).item)
+    reader = open_item(resolve_tree(path).item)
     rows = [padded_row(s, padded_length(len(s.tokens))) for s in sequences]
     x = embedded(reader, config, [tokens for tokens, _, _ in rows], dtype)
     inputs = {_kind(s, row): inputs_of(config, s, row) for s, row in zip(sequences, rows, strict=True)}

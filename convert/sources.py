@@ -154,7 +154,7 @@ def _open_orbax(
         file = tree_config(resolved.step)
     if model_config is not None and not file.is_file():
         file = _config_in(model_config)
-    if isinstance(reader, MaxTextReader) and not file.exists():
+    if isinstance(reader, MaxTextReader) and model_config is None and not file.exists():
         raise BadInput(
             f"{resolved.item} is a MaxText tree and no config lies beside it, so nothing says what the model computes: copy the "
             f"config.json of the Hugging Face model to {resolved.step / ORBAX_CONFIG}, or name it with olmo-convert's --model-config"

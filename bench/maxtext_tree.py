@@ -3,8 +3,8 @@
     python bench/maxtext_tree.py HF_FOLDER
 
 Wants MaxText (PyPI 0.2.5, Python 3.12) and olmo-parity in one Python, and a small model without YaRN. For each layout MaxText
-restores the tree into its own model as a training run does (load_parameters_path), every parameter is compared bit for bit
-with the safetensors, and the logits with olmo_jax's in float32. A tree with two blocks exchanged is the control: it must differ.
+restores the tree into its own model as a run does (load_parameters_path), and its logits are compared with olmo_jax's in
+float32. A tree with two blocks exchanged is the control: it must differ.
 """
 
 from __future__ import annotations

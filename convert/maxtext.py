@@ -33,12 +33,12 @@ class MaxTextReader:
     """The weights of an item that MaxText wrote, or that was written for it, under olmo_jax's paths and in its axes.
 
     Like TreeReader, which it reads through. What belongs to no weight keeps its stored path, so that it is found to be
-    unexpected; what lies beside the parameters is in `left_out`.
+    unexpected; what lies beside the parameters and the step is in `left_out`.
     """
 
     def __init__(self, tree: TreeReader):
         self.item = tree.item
-        self.left_out = sorted({keys[0] for keys in tree.keys if not _is_weight(keys)})
+        self.left_out = sorted({keys[0] for keys in tree.keys if not _is_weight(keys)} - {"step"})
         self._tree = tree
         tree.keys = [keys for keys in tree.keys if _is_weight(keys)]
         self.readable: dict[str, LeafMetadata] = {}
@@ -156,9 +156,9 @@ def notes(config: Olmo3Config) -> list[str]:
     sliding, full = config.rope.get(SLIDING), config.rope.get(FULL)
     if sliding is not None and full is not None and sliding != full:
         found.append(
-            f"MaxText's olmo3 (source of August 2026 and before, PyPI 0.2.5) applies one rotary to all layers, {full.rope_type} "
-            "to sliding layers too, and this config says otherwise: a run of it that starts from this tree computes another function "
-            "(measured on a tiny model with YaRN: mean KL 0.22 nats per token)"
+            "MaxText's olmo3 (source of August 2026 and before, PyPI 0.2.5) has one rotary for all layers: it applies "
+            f"{full.rope_type} to sliding layers too, which this config does not. A run of it that starts from this tree "
+            "computes another function (measured on a tiny model with YaRN: mean KL 0.22 nats per token)"
         )
     odd = _off_pattern(config)
     if odd:

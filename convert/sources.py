@@ -177,7 +177,7 @@ def _open_orbax(
 def _maxtext_notes(reader: MaxTextReader, config: Olmo3Config, file: Path, step: Path) -> list[str]:
     found = [] if file == step / ORBAX_CONFIG else [f"the config was taken from {file}: the tree has none of its own"]
     if reader.left_out:
-        found.append(f"{', '.join(reader.left_out)} of the tree: not read, parameters alone are")
+        found.append(f"of the tree {', '.join(reader.left_out)} is not read: only its parameters are")
     return found + maxtext.notes(config)
 
 

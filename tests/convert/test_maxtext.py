@@ -379,7 +379,7 @@ def test_of_a_training_checkpoint_the_parameters_are_read_and_the_rest_is_named(
     (run / "config.json").write_text(json.dumps(eight[2]))  # one for all steps
     source = open_source(run)
     assert source.config_file == run / "config.json"
-    assert "opt_state, step of the tree: not read, parameters alone are" in source.notes
+    assert "of the tree opt_state is not read: only its parameters are" in source.notes
     assert any(str(run / "config.json") in note for note in source.notes)
     assert verify(eight[0], run / "1000", quiet=True).equal
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,16 +40,25 @@ class MaxTextReader:
     def __init__(self, tree: TreeReader):
         self.item = tree.item
         self.left_out = sorted({keys[0] for keys in tree.keys if not _is_weight(keys)} - {"step"})
+        self._places: dict[str, Place] = {}
         self._tree = tree
         tree.keys = [keys for keys in tree.keys if _is_weight(keys)]
         self.readable: dict[str, LeafMetadata] = {}
 
     @cached_property
     def leaves(self) -> dict[str, LeafMetadata]:
-        """Every weight by its olmo_jax path. No data is read. Raises BadInput where the stacked leaves make no layers."""
-        stored = self._tree.leaves
+        """Every weight by its olmo_jax path. No data is read. Raises BadInput where an array cannot be opened, or where the
+        stacked leaves make no layers."""
+        try:
+            self.readable = self._as_weights(self._tree.leaves)
+        except BadInput:
+            self.readable = self._as_weights(self._tree.readable)
+            raise
+        return self.readable
+
+    def _as_weights(self, stored: dict[str, LeafMetadata]) -> dict[str, LeafMetadata]:
         found = {path: _row_of(path) for path in stored}
-        blocks, cycle = self._scan(found)
+        blocks, cycle = _scan(found, stored, self.item)
         leaves: dict[str, LeafMetadata] = {}
         faults = []
         for path, (row, layer, within) in found.items():
@@ -65,7 +75,6 @@ class MaxTextReader:
                 self._places[name] = place
         if faults:
             raise BadInput(f"{self.item} holds a weight twice", faults)
-        self.readable = leaves
         return leaves
 
     @property
@@ -89,42 +98,23 @@ class MaxTextReader:
 
     def leaf(self, path: str) -> LeafMetadata:
         """One weight's metadata."""
-        return self.leaves[path]
+        return self.readable[path]
 
     def read(self, path: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """One weight in olmo_jax's axes, or a part of it by slices: no other block of a stack is read for it than its own,
         beyond what its chunks hold."""
-        place = self._places.get(path) if self.leaves else None
+        if not self.readable:
+            self.leaves  # noqa: B018 - finds where everything lies
+        place = self._places.get(path)
         if place is None:
             return self._tree.read(path, index)
         stored, shape, cut = place.select(index)
         return np.ascontiguousarray(self._tree.read(place.path, stored).reshape(shape)[cut])
 
-    @cached_property
-    def _places(self) -> dict[str, Place]:
-        return {}
-
-    def _scan(self, found: dict[str, tuple]) -> tuple[int, int]:
-        """How many blocks are stacked, and how many layers each has; (0, 0) where nothing is."""
-        stacked = {path: (row, within) for path, (row, _, within) in found.items() if within is not None}
-        if not stacked:
-            return 0, 0
-        lengths: dict[int | None, str] = {}
-        for path, (row, _) in stacked.items():
-            shape = self._tree.leaves[path].shape
-            lengths.setdefault(shape[STACK_AXIS] if len(shape) == _rank(row) + 1 else None, f"{path} {shape}")
-        if len(lengths) != 1 or None in lengths:
-            raise BadInput(
-                f"the stacked leaves of {self.item} have no common number of blocks along axis {STACK_AXIS} "
-                f"({'; '.join(lengths.values())}): a tree scanned along that axis (MaxText's param_scan_axis={STACK_AXIS}) "
-                "is wanted"
-            )
-        return next(iter(lengths)), max(within for _, within in stacked.values()) + 1
-
 
 def is_maxtext(keys: Iterable[tuple[str, ...]]) -> bool:
     """Whether these leaves are MaxText's: some lie below its decoder or its embedding."""
-    return any(_inner(path)[0] in MODULES for path in keys)
+    return any(path and _inner(path)[0] in MODULES for path in keys)
 
 
 def step_metadata(layout: str) -> dict[str, bool]:
@@ -195,7 +185,7 @@ def _inner(keys: Sequence[str]) -> tuple[str, ...]:
 def _is_weight(keys: tuple[str, ...]) -> bool:
     """Whether a leaf lies where parameters lie, and must then be one that is known."""
     inner = _inner(keys)
-    return inner[0] in MODULES or (keys[0] in WRAPPERS and inner != keys)
+    return bool(keys) and (inner[0] in MODULES or inner != keys)
 
 
 def _row_of(path: str) -> tuple[Row | None, int | None, int | None]:
@@ -209,6 +199,24 @@ def _row_of(path: str) -> tuple[Row | None, int | None, int | None]:
             numbers = match.groupdict()
             return row, *(None if numbers.get(k) is None else int(numbers[k]) for k in ("layer", "within"))
     return None, None, None
+
+
+def _scan(found: dict[str, tuple], stored: dict[str, LeafMetadata], item: Path) -> tuple[int, int]:
+    """How many blocks are stacked, and how many layers each has; (0, 0) where nothing is."""
+    stacked = {path: (row, within) for path, (row, _, within) in found.items() if within is not None}
+    if not stacked:
+        return 0, 0
+    lengths: dict[int | None, str] = {}
+    for path, (row, _) in stacked.items():
+        shape = stored[path].shape
+        lengths.setdefault(shape[STACK_AXIS] if len(shape) == _rank(row) + 1 else None, f"{path} {shape}")
+    if len(lengths) != 1 or None in lengths:
+        raise BadInput(
+            f"the stacked leaves of {item} have no common number of blocks along axis {STACK_AXIS} "
+            f"({'; '.join(lengths.values())}): a tree scanned along that axis (MaxText's param_scan_axis={STACK_AXIS}) "
+            "is wanted"
+        )
+    return next(iter(lengths)), max(within for _, within in stacked.values()) + 1
 
 
 def _rank(row: Row) -> int:

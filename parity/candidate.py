@@ -105,13 +105,12 @@ def _on_mesh(path: Path, config: Olmo3Config, mesh) -> dict:
     reader = open_item(resolve_tree(path).item)
     if not isinstance(reader, MaxTextReader):
         return restore(path, config, mesh)
-    placed = flatten(shardings(config, mesh))
     return unflatten(
         {
             name: jax.make_array_from_callback(
-                reader.leaf(name).shape, sharding, functools.partial(reader.read, name), dtype=reader.leaf(name).dtype
+                reader.leaves[name].shape, sharding, functools.partial(reader.read, name)
             )
-            for name, sharding in placed.items()
+            for name, sharding in flatten(shardings(config, mesh)).items()
         }
     )
 

@@ -498,3 +498,14 @@ def test_every_row_of_the_table_has_a_place_of_its_own_in_maxtexts_tree():
         others = [r.maxtext for r in mapping.ROWS if r is not row]
         filled = [path.replace("{layer}", "layers/layers_11") for path in (row.maxtext, *others)]
         assert [bool(pattern.fullmatch(path)) for path in filled] == [True] + [False] * len(others)
+
+
+def test_an_array_that_cannot_be_opened_is_named_and_the_others_are_still_checked(eight, tmp_path):
+    step = tmp_path / "0"
+    hf2orbax(eight[0], step, layout="maxtext", quiet=True)
+    file = step / "items" / "_METADATA"
+    text = file.read_text()
+    file.write_text(text.replace("layers_1', 'mlp', 'wo'", "layers_1', 'mlp', 'gone'").replace('"wo"', '"gone"', 1))
+    found = verify_manifest(step, quiet=True).differences
+    assert any("mlp/gone/kernel" in text for text in found)
+    assert not any("q_proj" in text for text in found), found

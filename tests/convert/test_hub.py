@@ -195,6 +195,18 @@ def test_a_streamed_conversion_that_was_cut_short_fetches_only_what_is_missing(h
     assert verify(STEP0, tmp_path / "0", quiet=True).equal
 
 
+def test_a_stack_of_maxtexts_layout_whose_layers_lie_in_several_shards_is_streamed(hub, tmp_path):
+    config = tiny_config(num_hidden_layers=8)
+    hub.folders[FIRST] = write_hf(tmp_path / "eight", random_tensors(config), config, shard_bytes=60_000)
+    shards = sorted(p.name for p in hub.folders[FIRST].glob("*.safetensors"))
+    hub.fail[f"^HEAD .*/{shards[-2]}"] = (503, {})
+    said(hf2orbax, STEP0, tmp_path / "0", stream=True, layout="maxtext", quiet=True)
+    hub.fail.clear()
+    assert hf2orbax(STEP0, tmp_path / "0", stream=True, layout="maxtext", quiet=True).resumed
+    assert verify(hub.folders[FIRST], tmp_path / "0", quiet=True).equal
+    assert verify_manifest(tmp_path / "0", quiet=True).equal
+
+
 def test_a_shard_that_a_killed_run_left_is_not_published(hub, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("olmo_parity.convert.pipeline.finish_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

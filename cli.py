@@ -151,7 +151,7 @@ def record(
 def preflight(
     context: typer.Context,
     only: Annotated[
-        list[str] | None, typer.Option(help="This stage alone. Repeatable. Known: weights, logits, loader.")
+        list[str] | None, typer.Option(help="This stage alone. Repeatable. Known: weights, logits, step0, loader.")
     ] = None,
     keep_going: Annotated[
         bool, typer.Option("--keep-going/--no-keep-going", help="Run the stages after one that failed too.")

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -48,35 +49,10 @@ def torch_gradients(
     Returns {loss, nll, z, settings}: loss is nll + z, in nats per token.
     """
     import torch
-    import transformers
-
-    from .reference import _load, check_reference, impose_window
 
     folder.mkdir()
-    model = _load(source, torch.float32, torch, transformers)
-    check_reference(model, config, transformers.__version__)
-    if round_to:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(parameter.to(getattr(torch, round_to)))
-    # transformers drops the gradient of the embedding's row of pad_token_id; OLMo-core, which trains the model, does not.
-    padding_row, model.model.embed_tokens.padding_idx = model.model.embed_tokens.padding_idx, None
-    total, nll, z = targets(sequences), 0.0, 0.0
-    for sequence in sequences:
-        impose_window(model, config, sequence.window)
-        for document, first in sequence.parts():
-            if len(document) < 2:
-                continue
-            tokens = torch.from_numpy(document.astype(np.int64))[None]
-            positions = torch.arange(first, first + tokens.shape[1])[None]
-            logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0, :-1].float()
-            normaliser = torch.logsumexp(logits, dim=-1)  # [T - 1]
-            observed = logits.gather(1, tokens[0, 1:, None])[:, 0]
-            own_nll = (normaliser - observed).sum() / total
-            own_z = (z_loss or 0.0) * normaliser.square().sum() / total
-            (own_nll + own_z).backward()
-            nll, z = nll + float(own_nll.detach()), z + float(own_z.detach())
-            del logits, normaliser, observed, own_nll, own_z
+    model, padding_row = torch_model(source, config, round_to)
+    nll, z = torch_backward(model, config, sequences, z_loss)
     for name, parameter in model.named_parameters():  # a tied head is named once, under the embedding
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         np.save(file_of(folder, name), gradient.numpy())
@@ -93,6 +69,51 @@ def torch_gradients(
     return {"loss": nll + z, "nll": nll, "z": z, "settings": settings}
 
 
+def torch_model(source: Path, config: Olmo3Config, round_to: str | None):
+    """transformers' model in float32, checked like the gate's reference, and the padding row that was taken from it."""
+    import torch
+    import transformers
+
+    from .reference import _load, check_reference
+
+    model = _load(source, torch.float32, torch, transformers)
+    check_reference(model, config, transformers.__version__)
+    if round_to:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(getattr(torch, round_to)))
+    # transformers drops the gradient of the embedding's row of pad_token_id; OLMo-core, which trains the model, does not.
+    padding_row, model.model.embed_tokens.padding_idx = model.model.embed_tokens.padding_idx, None
+    return model, padding_row
+
+
+def torch_backward(
+    model, config: Olmo3Config, sequences: list[Sequence], z_loss: float | None = None
+) -> tuple[float, float]:
+    """Add the gradients of all sequences to the parameters' own; returns the two terms of the loss, nats per token."""
+    import torch
+
+    from .reference import impose_window
+
+    total, nll, z = targets(sequences), 0.0, 0.0
+    for sequence in sequences:
+        impose_window(model, config, sequence.window)
+        for document, first in sequence.parts():
+            if len(document) < 2:
+                continue
+            tokens = torch.from_numpy(document.astype(np.int64))[None]
+            positions = torch.arange(first, first + tokens.shape[1])[None]
+            logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0, :-1].float()
+            normaliser = torch.logsumexp(logits, dim=-1)  # [T - 1]
+            observed = logits.gather(1, tokens[0, 1:, None])[:, 0]
+            own_nll = (normaliser - observed).sum() / total
+            own_z = (z_loss or 0.0) * normaliser.square().sum() / total
+            (own_nll + own_z).backward()
+            nll, z = nll + float(own_nll.detach()), z + float(own_z.detach())
+            del logits, normaliser, observed, own_nll, own_z
+    return nll, z
+
+
 def jax_gradients(
     config: Olmo3Config, tree: dict, sequences: list[Sequence], folder: Path, *, z_loss: float | None = None
 ) -> dict:
@@ -100,11 +121,31 @@ def jax_gradients(
     import jax
     import jax.numpy as jnp
 
-    from ..olmo_jax.model import from_tree
     from ..olmo_jax.tree import flatten
 
     folder.mkdir(exist_ok=True)
     tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree)
+    sums, nll, z = jax_backward(config, sequences, z_loss)(tree)
+    flat = flatten(sums)
+    for weight in weights(config):
+        gradient = np.ascontiguousarray(apply_layout(weight.layout, np.asarray(flat[weight.jax])))
+        np.save(file_of(folder, weight.hf), gradient)
+    settings = {
+        "implementation": "olmo_jax, jax.grad",
+        "devices": [f"{d.platform}:{d.device_kind}" for d in jax.devices()],
+        "matmul_precision": jax.config.jax_default_matmul_precision,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+    return {"loss": nll + z, "nll": nll, "z": z, "settings": settings}
+
+
+def jax_backward(config: Olmo3Config, sequences: list[Sequence], z_loss: float | None = None) -> Callable:
+    """A function from a tree of float32 leaves to (gradients of all sequences, a tree like it; the two terms of the loss)."""
+    import jax
+    import jax.numpy as jnp
+
+    from ..olmo_jax.model import from_tree
+
     total = targets(sequences)
 
     def loss_of(tree, tokens, positions, segments, real, window):
@@ -119,27 +160,21 @@ def jax_gradients(
         return jax.tree.map(jnp.add, sums, gradients), parts
 
     step = jax.jit(step, static_argnums=6, donate_argnums=0)
-    sums, nll, z = jax.tree.map(jnp.zeros_like, tree), 0.0, 0.0
-    for sequence in sequences:
-        if not targets([sequence]):
-            continue
-        length = len(sequence.tokens)
-        tokens, positions, segments = padded_row(sequence, -(-length // LENGTH_STEP) * LENGTH_STEP)
-        real = np.arange(tokens.shape[1] - 1) < length - 1  # [T - 1]: the next token belongs to the same document
-        real &= True if segments is None else segments[0, 1:] == segments[0, :-1]
-        sums, (own_nll, own_z) = step(sums, tree, tokens, positions, segments, real, sequence.window)
-        nll, z = nll + float(own_nll), z + float(own_z)
-    flat = flatten(sums)
-    for weight in weights(config):
-        gradient = np.ascontiguousarray(apply_layout(weight.layout, np.asarray(flat[weight.jax])))
-        np.save(file_of(folder, weight.hf), gradient)
-    settings = {
-        "implementation": "olmo_jax, jax.grad",
-        "devices": [f"{d.platform}:{d.device_kind}" for d in jax.devices()],
-        "matmul_precision": jax.config.jax_default_matmul_precision,
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-    }
-    return {"loss": nll + z, "nll": nll, "z": z, "settings": settings}
+
+    def backward(tree) -> tuple[dict, float, float]:
+        sums, nll, z = jax.tree.map(jnp.zeros_like, tree), 0.0, 0.0
+        for sequence in sequences:
+            if not targets([sequence]):
+                continue
+            length = len(sequence.tokens)
+            tokens, positions, segments = padded_row(sequence, -(-length // LENGTH_STEP) * LENGTH_STEP)
+            real = np.arange(tokens.shape[1] - 1) < length - 1  # [T - 1]: the next token belongs to the same document
+            real &= True if segments is None else segments[0, 1:] == segments[0, :-1]
+            sums, (own_nll, own_z) = step(sums, tree, tokens, positions, segments, real, sequence.window)
+            nll, z = nll + float(own_nll), z + float(own_z)
+        return sums, nll, z
+
+    return backward
 
 
 def summed_loss(logits, observed, real):

@@ -25,6 +25,7 @@ Say = Callable[[str], None]
 RUNS = {
     "weights": ("preflight", "run_weights"),
     "logits":  ("preflight", "run_logits"),
+    "step0":   ("step0", "run_step0"),
     "loader":  ("loader", "run_stage"),
 }  # fmt: skip
 # The worst first: a stage that failed says more than one that could not be read.

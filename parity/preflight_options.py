@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
 from . import loader, settings
+from .adamw import Recipe
 from .options import DEFAULTS, GateOptions
 
 SECTION = "preflight"
 STAGES = {  # in the order they run; what each looks at
     "weights": "weights, bit for bit",
     "logits":  "logits, both legs of the gate",
+    "step0":   "loss, gradients and three optimizer steps",
     "loader":  "data loader, as several processes and after a restart",
 }  # fmt: skip
 KEYS = {  # of [preflight]; kinds as in settings.KEYS
     "loader":       settings.TABLE,  # of loader.KEYS
     "source":       settings.PATH,   # what the weights are verified against, where that is not the reference
+    "optimizer":    settings.TEXT,   # package.module:function, docs/preflight.md
+    "recipe":       settings.TABLE,  # of RECIPE_KEYS
     "strict":       settings.FLAG,
     "keep_going":   settings.FLAG,
     "json":         settings.PATH,   # of preflight; those beside reference and candidate are the gate's
     "junit":        settings.PATH,
     "markdown":     settings.PATH,
 }  # fmt: skip
+RECIPE_KEYS = {f.name: settings.TEXTS if f.name == "no_decay" else settings.NUMBER for f in fields(Recipe)}
+SMALLEST_EPSILON = 1e-15  # float32 still holds its square
 REPORTS = ("json", "junit", "markdown")
 GATES_OWN = ("json", "junit", "markdown", "html", "gradients", "z_loss")  # loss and gradients are the stage step0
 
@@ -40,6 +46,8 @@ class Preflight:
     keep_going: bool = False  # run the stages after one that failed
     strict: bool = False  # what is not run makes the run inconclusive
     source: Path | None = None
+    optimizer: str | None = None  # package.module:function, instead of optax.adamw by the recipe
+    recipe: Recipe = Recipe()
     settings: settings.Settings = settings.Settings(None, {})  # for tables that belong to one stage
 
     @property
@@ -58,6 +66,7 @@ def choose(given: dict, found: settings.Settings) -> tuple[Preflight, dict[str, 
             near = difflib.get_close_matches(name, STAGES, n=1, cutoff=0)[0]
             raise BadInput(f"--only {name}: there is no such stage, was {near} meant? Known: {', '.join(STAGES)}")
     own = found.section(SECTION, KEYS) | {k: v for k, v in given.items() if k in KEYS}
+    own["recipe"] = _recipe(found)
     if own.pop("loader", None):  # its stage reads it when its turn comes
         loader.chosen({}, found.section(loader.SECTION, loader.KEYS))
     sides = {k: v for k, v in given.items() if k in settings.KEYS and k not in KEYS}
@@ -66,3 +75,16 @@ def choose(given: dict, found: settings.Settings) -> tuple[Preflight, dict[str, 
     reports = {name: own.pop(name, None) for name in REPORTS}
     only = tuple(name for name in STAGES if name in given.get("only", []))
     return Preflight(reference, candidate, options, only=only, settings=found, **own), reports
+
+
+def _recipe(found: settings.Settings) -> Recipe:
+    """[preflight.recipe] over OLMo 3's own. Raises BadInput for numbers with which AdamW does not go."""
+    given = found.section(f"{SECTION}.recipe", RECIPE_KEYS)
+    recipe = Recipe(**{k: tuple(v) if isinstance(v, list) else float(v) for k, v in given.items()})
+    faults = [] if recipe.learning_rate > 0 else ["learning_rate is 0: nothing would move"]
+    faults += [f"{b} is {getattr(recipe, b)}, below 1 is wanted" for b in ("beta1", "beta2") if getattr(recipe, b) >= 1]
+    if not SMALLEST_EPSILON <= recipe.epsilon <= 1:
+        faults.append(f"epsilon is {recipe.epsilon}, {SMALLEST_EPSILON} to 1 is wanted")
+    if faults:
+        raise BadInput(f"[{SECTION}.recipe] in {found.file} cannot be used", faults)
+    return recipe

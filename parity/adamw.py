@@ -66,24 +66,23 @@ def global_norm(gradients: Arrays) -> float:
     return math.sqrt(sum(float(np.square(g.astype(np.float64)).sum()) for g in gradients.values()))
 
 
-def clipped(gradient: np.ndarray, norm: float, limit: float, how: str = "global") -> np.ndarray:
-    """One leaf's gradient as it enters the moments; norm: of all leaves together."""
+def clipped(gradient: np.ndarray, norm, limit: float, how: str = "global") -> np.ndarray:
+    """A gradient as it enters the moments. norm: of all leaves together; an array of the gradient's shape where each value has
+    a norm of its own."""
     if not limit or how == "none":
         return gradient
     if how == "value":
         return np.clip(gradient, -limit, limit)
-    if how == "leaf":
-        norm = float(np.linalg.norm(gradient))
-    factor = limit / norm if norm else 1.0
-    return gradient * (factor if how == "always" else min(1.0, factor))
+    factor = limit / np.maximum(norm, np.finfo(np.float64).tiny)
+    return gradient * (factor if how == "always" else np.minimum(1.0, factor))
 
 
 def directions(
-    gradients: list[np.ndarray], norms: list[float], recipe: Recipe, form: Form = PUBLISHED
+    gradients: list[np.ndarray], norms: list, recipe: Recipe, form: Form = PUBLISHED
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """One leaf over some steps, without its decay: (update, first moment, second moment) after each, float64.
 
-    gradients: one a step, any shape; norms: the global norm of each step. The update is -learning rate x m / (sqrt(v) + e).
+    gradients: one a step, any shape; norms: what each step is clipped by, as `clipped` takes it. The update is -learning rate x m / (sqrt(v) + e).
     """
     b1, b2, e = recipe.beta1, recipe.beta2, recipe.epsilon
     m = v = np.zeros(gradients[0].shape)

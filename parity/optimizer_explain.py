@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from .adamw import FORMS, PUBLISHED, Form, Recipe, directions, global_norm
-from .optimizer_probe import LIMIT, RUNS, Inputs, Outputs, expected
+from .optimizer_probe import LIMIT, Inputs, Outputs, expected
 
 FITTED_LEAVES = 6  # leaves that hyperparameters are fitted to
-STARTS = (1.0, 1e2, 1e4, 1e-3)  # times the recipe's epsilon: the fit does not find one that is far away by itself
+STARTS = tuple(10.0**k for k in range(-3, 7))  # times the recipe's epsilon
 SAME = 2e-3  # hyperparameters closer than that are the same: what a fit to float32 numbers can tell
 
 
@@ -40,29 +40,45 @@ def _fit(given: Inputs, got: Outputs, recipe: Recipe) -> tuple[Recipe, list[str]
     """
     paths = list(given.parameters)
     paths = paths[:: max(1, len(paths) // FITTED_LEAVES)]
-    norms = {run: [global_norm(g) for g in steps] for run, steps in given.gradients.items()}
-    means = {run: {p: [_mean(a, b, p) for a, b in zip(got.updates[run], got.mirrored[run], strict=True)] for p in paths} for run in RUNS}  # fmt: skip
+    runs = []  # (gradients, norms of all leaves, norms of the leaf, updates), each by step, values of all paths in a row
+    for run, steps in given.gradients.items():
+        of_leaf = [np.concatenate([np.full(g[p].size, np.linalg.norm(g[p])) for p in paths]) for g in steps]
+        means = [
+            _row({p: _mean(a, b, p) for p in paths}) for a, b in zip(got.updates[run], got.mirrored[run], strict=True)
+        ]
+        runs.append(([_row({p: g[p] for p in paths}) for g in steps], [global_norm(g) for g in steps], of_leaf, means))
+    largest = max(max(norms) for _, norms, _, _ in runs)
 
     def residual(tried: Recipe, form: Form) -> np.ndarray:
         parts = []
-        for run, steps in given.gradients.items():
-            for p in paths:
-                computed = directions([g[p] for g in steps], norms[run], tried, form)
-                for mean, (update, _, _) in zip(means[run][p], computed, strict=True):
-                    parts.append(((update - mean) / max(np.sqrt(np.mean(mean**2)), 1e-300)).ravel())
+        for gradients, norms, of_leaf, means in runs:
+            computed = directions(gradients, of_leaf if form.clipping == "leaf" else norms, tried, form)
+            for mean, (update, _, _) in zip(means, computed, strict=True):
+                parts.append((update - mean) / max(_size(mean), 1e-300))
         return np.concatenate(parts)
 
-    best = None
+    fits = []
     for form in FORMS:
-        for start in STARTS if form is PUBLISHED else STARTS[:1]:
-            tried = _least_squares(residual, replace(recipe, epsilon=recipe.epsilon * start), form)
-            if not np.sqrt(np.mean(residual(tried, form) ** 2)) <= LIMIT or tried.epsilon > 1:
-                continue
-            said = _changed(recipe, tried, form, max(max(n) for n in norms.values()))
-            if best is None or len(said) < len(best[1]):
-                best = tried, said
-            break
-    return best
+        # A fit does not find an epsilon that is far away by itself.
+        near = min(
+            (recipe.epsilon * factor for factor in STARTS),
+            key=lambda e: _size(residual(replace(recipe, epsilon=e), form)),
+        )
+        tried = _least_squares(residual, replace(recipe, epsilon=near), form)
+        if _size(residual(tried, form)) <= LIMIT and tried.epsilon <= 1:
+            fits.append((tried, _changed(recipe, tried, form, largest)))
+            if form is PUBLISHED:
+                break
+    return min(fits, key=lambda fit: len(fit[1]), default=None)
+
+
+def _size(values: np.ndarray) -> float:
+    """Their root mean square."""
+    return float(np.sqrt(np.mean(values**2)))
+
+
+def _row(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    return np.concatenate([x.astype(np.float64).ravel() for x in arrays.values()])
 
 
 def _least_squares(residual, recipe: Recipe, form: Form) -> Recipe:
@@ -79,7 +95,7 @@ def _least_squares(residual, recipe: Recipe, form: Form) -> Recipe:
             beta1=_logistic(b1),
             beta2=_logistic(b2),
             epsilon=math.exp(e),
-            clip=math.exp(clip),
+            clip=base if form.clipping == "always" else math.exp(clip),  # there it is what epsilon is, too
         )
 
     try:
@@ -164,11 +180,10 @@ def _named(paths: list[str], given: Inputs, recipe: Recipe) -> str:
     for name, group in groups.items():
         if set(paths) == group and len(paths) > 1:
             return name
-    kinds: dict[str, int] = {}
+    kinds: dict[str, list[str]] = {}
     for path in paths:
-        kind = "/".join("*" if part.isdigit() else part for part in path.split("/"))
-        kinds[kind] = kinds.get(kind, 0) + 1
-    listed = [f"{kind} ({n} leaves)" if n > 1 else kind for kind, n in kinds.items()]
+        kinds.setdefault("/".join("*" if part.isdigit() else part for part in path.split("/")), []).append(path)
+    listed = [f"{kind} ({len(found)} leaves)" if len(found) > 1 else found[0] for kind, found in kinds.items()]
     more = f" and {len(listed) - 4} more kinds" if len(listed) > 4 else ""
     return ", ".join(listed[:4]) + more
 

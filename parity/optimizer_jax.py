@@ -139,7 +139,8 @@ def probe(spec: str | None, recipe: Recipe, given: Inputs) -> Outputs:
                 gradients = jax.tree.map(jnp.asarray, unflatten(arrays))
                 update, state = _called(spec, "update", step, gradients, state, parameters)
                 updates[sign][run].append(_fitting(spec, update, given.parameters))
-                moments[run].append(moments_of(state, parameters))
+                found = moments_of(state, parameters)
+                moments[run].append({path: tuple(np.asarray(x) for x in both) for path, both in found.items()})
     found = moments["ordinary"][-1].values()
     dtypes = tuple(", ".join(sorted({str(both[j].dtype) for both in found})) for j in range(2)) if found else ()
     return Outputs(updates[1], updates[-1], moments, dtypes)
@@ -221,7 +222,7 @@ def _steps(request: dict, folder: Path) -> dict:
         gradients, nll, z = backward(parameters)
         if t == 0:
             _write(folder, "gradient", gradients, source.config)
-        norm = float(optax.global_norm(gradients))
+        norm = float(jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients))))
         rows.append({"loss": nll + z, "nll": nll, "z": z, "global_norm": norm})
         parameters, state = _called(spec, "update", step, gradients, state, parameters)
     moved = jax.tree.map(lambda after, before: np.asarray(after) - np.asarray(before, np.float32), parameters, start)

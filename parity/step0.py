@@ -56,6 +56,7 @@ def run_step0(options: Preflight, say) -> dict:
     reference, candidate, why_not = _sides(options)
     if reference is None and candidate is None:
         return not_run(NAME, why_not)
+    _check_names(options.recipe, (candidate or reference).config)
     place = placement(options.gate.candidate_device)
     folder = Path(tempfile.mkdtemp(prefix="olmo-parity-"))
     run = Run(options.recipe, options.optimizer, place, folder)
@@ -106,6 +107,15 @@ def _sides(options: Preflight) -> tuple[object | None, Source | None, str]:
     if differing and not why_not:
         raise BadInput(f"the configs of reference and candidate differ in {', '.join(differing)}: see the stage logits")
     return reference, candidate, why_not
+
+
+def _check_names(recipe: Recipe, config) -> None:
+    """A misspelt name would leave no leaf out: everything would be said to decay."""
+    parts = {part for w in weights(config) for part in w.jax.split("/")}
+    unknown = [name for name in recipe.no_decay if name not in parts]
+    if unknown:
+        known = ", ".join(sorted(part for part in parts if not part.isdigit()))
+        raise BadInput(f"[preflight.recipe] no_decay names {unknown[0]!r}, and no leaf has such a part. Known: {known}")
 
 
 def _probe(run: Run, config, say) -> tuple[dict, list[Criterion], list[str]]:

@@ -50,6 +50,14 @@ class Sequence:
             else None
         )
 
+    def to_json(self) -> dict:
+        return {**vars(self), "tokens": self.tokens.tolist()}
+
+    @staticmethod
+    def from_json(raw: dict) -> Sequence:
+        """The sequence of to_json."""
+        return Sequence(**{**raw, "tokens": np.asarray(raw["tokens"], np.int32), "documents": tuple(raw["documents"])})
+
     @property
     def sha256(self) -> str:
         return hashlib.sha256(np.asarray(self.tokens, "<i4").tobytes()).hexdigest()

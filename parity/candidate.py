@@ -46,7 +46,7 @@ def run_candidate(
         "mesh": placement.mesh,
         "processes": placement.processes,
         "allow_unknown_keys": list(allow_unknown_keys),
-        "sequences": [{**vars(s), "tokens": s.tokens.tolist()} for s in sequences],
+        "sequences": [s.to_json() for s in sequences],
     }
     environment = placement.environment(exact_casts=exact_casts)
     return run_children(__name__, folder, request, environment, f"the JAX side in its {dtype} run")
@@ -64,10 +64,7 @@ def _run(request: dict, folder: Path, index: int, address: str) -> dict:
         return jax_settings(mesh)
     source = open_source(Path(request["target"]), allow_unknown_keys=tuple(request["allow_unknown_keys"]))
     dtype = getattr(jnp, request["dtype"])
-    sequences = [
-        Sequence(**{**s, "tokens": np.asarray(s["tokens"], np.int32), "documents": tuple(s["documents"])})
-        for s in request["sequences"]
-    ]
+    sequences = [Sequence.from_json(s) for s in request["sequences"]]
     row = None
     if request["streamed"]:
         from .streamed_candidate import write_logits

@@ -60,7 +60,7 @@ class CandidateFn:
             "device": self.placement.candidate,
             "mesh": None,
             "processes": self.placement.processes,
-            "sequences": [{**vars(s), "tokens": s.tokens.tolist()} for s in sequences],
+            "sequences": [s.to_json() for s in sequences],
         }
         environment = self.placement.environment(exact_casts=exact_casts)
         what = f"the process of --candidate-fn {self.spec} in its {dtype} run"
@@ -211,8 +211,7 @@ def _run(request: dict, folder: Path, index: int, address: str) -> dict:
     checkpoint = Path(request["checkpoint"]) if request["checkpoint"] else None
     forward = logits_of(make, checkpoint, request["config"], request["dtype"], request["config"]["vocab_size"])
     for number, fields in enumerate(request["sequences"]):
-        tokens, documents = np.asarray(fields["tokens"], np.int32), tuple(fields["documents"])
-        logits = forward(Sequence(**{**fields, "tokens": tokens, "documents": documents}))
+        logits = forward(Sequence.from_json(fields))
         if index == 0:
             np.save(folder / f"{number}.npy", logits)
     settings = {

@@ -119,6 +119,14 @@ def count_criterion(
     return Criterion(name, leg, count, 0, what, reason or "any is a difference", on)
 
 
+def mask_criteria(side: str, expected: dict, counted: dict | None) -> list[Criterion]:
+    """Keys that each probed query sees around the edge of the true window, by layer type, against the config's; [] where not counted."""
+    if counted is None:
+        return []
+    wrong = sum([p, keys] not in counted.get(kind, []) for kind, rows in expected.items() for p, keys in rows)
+    return [count_criterion(f"queries of the {side} that see other keys", "mask", wrong, "of the probed queries")]
+
+
 def float32_criteria(
     summary: dict, noise: dict, profile: Profile = DEFAULT, limits: dict | None = None
 ) -> list[Criterion]:

@@ -202,7 +202,7 @@ def run_jax_gradients(
         "target": str(target),
         "z_loss": z_loss,
         "allow_unknown_keys": list(allow_unknown_keys),
-        "sequences": [{**vars(s), "tokens": s.tokens.tolist()} for s in sequences],
+        "sequences": [s.to_json() for s in sequences],
     }
     (folder / "request.json").write_text(json.dumps(request))
     child = subprocess.run(
@@ -233,10 +233,7 @@ def _child(folder: Path) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")  # float32 is float32 on GPU and TPU too
     try:
         source = open_source(Path(request["target"]), allow_unknown_keys=tuple(request["allow_unknown_keys"]))
-        sequences = [
-            Sequence(**{**s, "tokens": np.asarray(s["tokens"], np.int32), "documents": tuple(s["documents"])})
-            for s in request["sequences"]
-        ]
+        sequences = [Sequence.from_json(s) for s in request["sequences"]]
         answer = jax_gradients(source.config, read_tree(source.path), sequences, folder, z_loss=request["z_loss"])
     except BadInput as error:
         answer = {"headline": error.headline, "faults": list(error.faults)}

@@ -49,19 +49,12 @@ class Legs:
 
     def run(self) -> dict:
         """Both legs, as the record has them."""
-        stored = narrower(self.reference, self.candidate)
-        self._reference("ref32", "float32", stored)
-        noise = self._noise(stored)
+        noise = self.float32_references()
         self._candidate("cand32", "float32")
         if self.also:
             self.say("OLMo-core's own model in float32")
-            self.settings["also32"] = self.also.run(self.sequences, stored, self.folder / "also32")
-        rounded = "ref32"
-        if "bfloat16" not in (stored, main_dtype(self.reference)):
-            # The float32 side of the bfloat16 leg holds the same rounded weights: arithmetic is compared, not storage.
-            rounded = "ref32-rounded"
-            self._reference(rounded, "float32", "bfloat16")
-        self._reference("ref16", "bfloat16", None)
+            self.settings["also32"] = self.also.run(self.sequences, self.stored, self.folder / "also32")
+        rounded = self.bfloat16_references()
         self._candidate("cand16", "bfloat16")
         self._candidate("cand16-as-found", "bfloat16", exact_casts=False)
         self.say("comparing logits")
@@ -96,6 +89,26 @@ class Legs:
                 "candidate": self.settings["cand16"],
             },
         }
+
+    @property
+    def stored(self) -> str | None:
+        """The dtype that the reference's weights are rounded to for the float32 leg."""
+        return narrower(self.reference, self.candidate)
+
+    def float32_references(self) -> dict:
+        """The reference's run ref32; returns the summary of its own noise."""
+        self._reference("ref32", "float32", self.stored)
+        return self._noise(self.stored)
+
+    def bfloat16_references(self) -> str:
+        """The reference's runs for the bfloat16 leg; returns the name of the float32 one, beside ref16."""
+        rounded = "ref32"
+        if "bfloat16" not in (self.stored, main_dtype(self.reference)):
+            # The float32 side of the bfloat16 leg holds the same rounded weights: arithmetic is compared, not storage.
+            rounded = "ref32-rounded"
+            self._reference(rounded, "float32", "bfloat16")
+        self._reference("ref16", "bfloat16", None)
+        return rounded
 
     def _reference(self, name: str, dtype: str, round_to: str | None) -> None:
         if self.reference.kind == "record":

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -56,10 +56,7 @@ class Recorded:
 
     def sequences(self) -> list[Sequence]:
         """The sequences that were recorded."""
-        return [
-            Sequence(**{**s, "tokens": np.asarray(s["tokens"], np.int32), "documents": tuple(s["documents"])})
-            for s in self.record["sequences"]
-        ]
+        return [Sequence.from_json(s) for s in self.record["sequences"]]
 
     def restore(self, dtype: str, round_to: str | None, folder: Path) -> dict:
         """Put the logits of one run at folder/<index>.npy, float32 [T, V]; returns the run's settings."""
@@ -197,7 +194,7 @@ def write_record(
             "weights": hf_hashes(source),
             "weights_rounded": hf_hashes(source, "bfloat16") if facts["dtype"] != "bfloat16" else None,
             "noise": noise(staging / "float32"),
-            "sequences": [{**asdict(s), "tokens": s.tokens.tolist()} for s in sequences],
+            "sequences": [s.to_json() for s in sequences],
             "runs": runs,
         }
         (staging / FILE).write_text(json.dumps(record))

@@ -134,7 +134,8 @@ def _run_gate(reference: Path, candidate: Path | None, options: GateOptions, say
         shutil.rmtree(folder, ignore_errors=True)
     profile = gate.PROFILES[options.profile]
     float32, bfloat16 = legs["float32"], legs["bfloat16"]
-    criteria += _mask_criteria(ref.config, legs)
+    for side in ("reference", "candidate"):
+        criteria += gate.mask_criteria(side, batches.expected_keys(ref.config), float32[side].get("visible_keys"))
     criteria += gate.float32_criteria(float32["statistics"], float32["noise"], profile, options.limits)
     if float32["packed"]:
         criteria += gate.packed_criteria(float32["packed"], float32["noise"], profile, options.limits)
@@ -195,22 +196,3 @@ def _scaled_sliding(config) -> int:
     """
     sliding = config.rope.get(SLIDING)
     return int(sliding is not None and sliding.rope_type != "default")
-
-
-def _mask_criteria(config, legs: dict) -> list[gate.Criterion]:
-    """Keys that each query sees around the edge of the true window, counted on both sides, against the config."""
-    expected = batches.expected_keys(config)
-    criteria = []
-    for side in ("reference", "candidate"):
-        counted = legs["float32"][side].get("visible_keys")
-        if counted is None:
-            continue
-        wrong = sum(
-            [position, keys] not in counted.get(layer_type, [])
-            for layer_type, rows in expected.items()
-            for position, keys in rows
-        )
-        criteria.append(
-            gate.count_criterion(f"queries of the {side} that see other keys", "mask", wrong, "of the probed queries")
-        )
-    return criteria

@@ -233,6 +233,41 @@ def loader(
     raise typer.Exit(stage.exit_code(record))
 
 
+@parity_app.command()
+def mutants(
+    reference: Annotated[Path, typer.Option(help="Hugging Face folder.")],
+    candidate: Annotated[
+        Path | None, typer.Option(help="Orbax tree; by default the reference's weights, converted in memory.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="NAME, NAME@PLACE, a family, or a glob. Repeatable.")] = None,
+    profile: Annotated[str, typer.Option(help="default, strict or published.")] = "default",
+    limit: Annotated[list[str] | None, typer.Option(help="NAME=VALUE: a limit set by hand.")] = None,
+    allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the whole record there.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables there.")] = None,
+) -> None:
+    """Plant known faults in a right candidate and show which of them the gate catches. Exit 0 all that can show, 1 not all."""
+    from .parity import report, settings
+    from .parity.mutants import table
+    from .parity.mutants.run import run_mutants
+
+    report.prepare({"json": json, "markdown": markdown}, [reference, candidate])
+    record = run_mutants(
+        reference,
+        candidate,
+        only=tuple(only or ()),
+        profile=profile,
+        limits=settings.limits(limit or []),
+        allow_unknown_keys=tuple(allow_unknown_key or ()),
+        say=_say,
+    )
+    typer.echo(table.console(record))
+    for path, text in ((json, report.as_json), (markdown, table.markdown)):
+        if path is not None:
+            report.write(path, text(record))
+    raise typer.Exit(record["exit_code"])
+
+
 @convert_app.command()
 def hf2orbax(
     source: Annotated[str, typer.Argument(help="Hugging Face folder, or hub id: allenai/Olmo-3-1025-7B.")],

@@ -38,13 +38,20 @@ def end_in_order() -> None:
 
 
 def run_children(
-    module: str, folder: Path, request: dict, env: dict[str, str], what: str, patience: float | None = None
+    module: str,
+    folder: Path,
+    request: dict,
+    env: dict[str, str],
+    what: str,
+    patience: float | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> dict:
     """Run `python -m module` in request["processes"] processes; returns the answer of process 0.
 
     folder takes the request, the answers and stderr. The first process that ends badly ends the others too. Raises BadInput
     with its own sentence, or with its last lines under `what`, which names the run. With patience, children that run a
-    user's code are ended, and what they started with them, where folder/ALIVE stays unchanged for so many seconds.
+    user's code are ended, and what they started with them, where folder/ALIVE stays unchanged for so many seconds. meanwhile is called again
+    and again until they end.
     """
     count = request["processes"]
     (folder / "request.json").write_text(json.dumps(request))
@@ -66,7 +73,9 @@ def run_children(
         while (codes := [c.poll() for c in children]).count(0) < count and not any(codes):
             if patience is not None:
                 _check_alive(folder, what, patience)
+            meanwhile()
             time.sleep(POLL_SECONDS)
+        meanwhile()
     finally:
         for child in children:
             if patience is not None:

@@ -93,7 +93,7 @@ class Choice:
 def choose(given: dict, settings: Settings) -> Choice:
     """The options given on the command line, by the keys above, over those of the file; limits one by one."""
     values = settings.values | given
-    values["limits"] = settings.values.get("limits", {}) | _limits(given.get("limit", []))
+    values["limits"] = settings.values.get("limits", {}) | limits(given.get("limit", []))
     values.pop("limit", None)
     needed = ("reference",) if values.get("candidate_fn") else ("reference", "candidate")
     lacking = [f"--{name}" for name in needed if name not in values]
@@ -108,13 +108,18 @@ def choose(given: dict, settings: Settings) -> Choice:
 def sides_and_options(values: dict, file: Path | None) -> tuple[Path | None, Path | None, GateOptions]:
     """Reference, candidate and the gate's options out of values by the keys above, reports taken out. file: the parity.toml."""
     values = dict(values)
-    _known("profile", [values["profile"]] if "profile" in values else [], gate.PROFILES)
-    _known("limit", values.get("limits", {}), gate.LIMIT_NAMES)
+    check_limits(values.get("profile", gate.DEFAULT.name), values.get("limits", {}))
     reference, candidate = values.pop("reference", None), values.pop("candidate", None)
     if "allow_unknown_key" in values:
         values["allow_unknown_keys"] = values.pop("allow_unknown_key")
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     return reference, candidate, GateOptions(**options, settings_file=file)
+
+
+def check_limits(profile: str, by_name: dict[str, float]) -> None:
+    """Raise BadInput where the gate has no such profile or limit."""
+    _known("profile", [profile], gate.PROFILES)
+    _known("limit", by_name, gate.LIMIT_NAMES)
 
 
 def _known(kind: str, names, known) -> None:
@@ -123,7 +128,8 @@ def _known(kind: str, names, known) -> None:
             raise BadInput(f"unknown {kind} {name!r}: was {_nearest(name, known)!r} meant? Known: {', '.join(known)}")
 
 
-def _limits(pairs: list[str]) -> dict[str, float]:
+def limits(pairs: list[str]) -> dict[str, float]:
+    """--limit NAME=VALUE, by name."""
     found = {}
     for pair in pairs:
         name, _, text = pair.partition("=")

@@ -81,6 +81,9 @@ def gate(
         ),
     ] = False,
     allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace/--no-trace", help="Where a leg fails, find the module: olmo-parity trace.")
+    ] = True,
     json: Annotated[Path | None, typer.Option(help="Write the whole record there.")] = None,
     junit: Annotated[Path | None, typer.Option(help="Write JUnit XML there.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write a summary for a pull request there.")] = None,
@@ -182,6 +185,44 @@ def preflight(
     typer.echo(preflight_report.console(record))
     preflight_report.write_reports(record, **reports)
     raise typer.Exit(record["exit_code"])
+
+
+@parity_app.command()
+def trace(
+    context: typer.Context,
+    reference: Annotated[Path | None, typer.Option(help="Hugging Face folder: the side believed.")] = None,
+    candidate: Annotated[Path | None, typer.Option(help="Orbax tree: the side tested.")] = None,
+    candidate_fn: Annotated[
+        str | None, typer.Option(help="package.module:function, which names its activations: docs/candidate-fn.md.")
+    ] = None,
+    batch: Annotated[Path | None, typer.Option(help='Prompts, one {"id", "text"} or {"id", "tokens"} a line.')] = None,
+    only_batch: Annotated[
+        bool, typer.Option("--only-batch/--no-only-batch", help="Leave the built-in sequences out.")
+    ] = False,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut longer prompts, and say so.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 for faults of function, bfloat16 for casts.")] = "float32",
+    candidate_device: Annotated[str | None, typer.Option(help="cpu, gpu or tpu: where JAX runs.")] = None,
+    override: Annotated[list[str] | None, typer.Option(help="KEY=VALUE in the config of both sides.")] = None,
+    allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the whole record there.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="Instead of the nearest parity.toml.")] = None,
+    no_config: Annotated[bool, typer.Option("--no-config", help="Read no parity.toml.")] = False,
+) -> None:
+    """The first module that diverges, and every module that is wrong by itself. Exit 0 none, 1 some, 2 bad input."""
+    from .parity import report, settings, trace_report
+    from .parity.trace_run import run_trace
+
+    given = _given(context)
+    given.pop("json", None)
+    dtype = given.pop("dtype", dtype)
+    found = settings.load(given.pop("config", None), given.pop("no_config", False))
+    choice = settings.choose(given, found)
+    report.prepare({"json": json}, choice.inputs)
+    traced = run_trace(choice.reference, choice.candidate, choice.options, dtype, say=_say)
+    typer.echo(trace_report.console(traced))
+    if json:
+        report.write(json, report.as_json(traced))
+    raise typer.Exit(traced["exit_code"])
 
 
 @parity_app.command("check-report")

@@ -148,22 +148,29 @@ def logits_of(
     def forward(sequence: Sequence) -> np.ndarray:
         window, length = sequence.window, len(sequence.tokens)
         if window not in models:
-            models[window] = _called("make", make, checkpoint, config, dtype, window)
+            models[window] = called("make", make, checkpoint, config, dtype, window)
             if not callable(models[window]):
                 raise BadInput(
                     f"the candidate function returned a {type(models[window]).__name__}; it must return a function "
                     "forward(tokens, positions, segment_ids) -> logits (docs/candidate-fn.md)"
                 )
-        tokens, positions, segments = padded_row(sequence, -(-length // LENGTH_STEP) * LENGTH_STEP)
-        if segments is None:  # one document, and the padding after it
-            segments = np.where(np.arange(tokens.shape[1]) < length, 1, 2).astype(np.int32)[None]
-        logits = _called("forward", models[window], tokens, positions, segments)
+        tokens, positions, segments = function_row(sequence, -(-length // LENGTH_STEP) * LENGTH_STEP)
+        logits = called("forward", models[window], tokens, positions, segments)
         return _checked(logits, (*tokens.shape, vocab_size))[0, :length]
 
     return forward
 
 
-def _called(what: str, function: Callable, *arguments):
+def function_row(sequence: Sequence, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, positions and segment ids [1, length] as a candidate function is given them."""
+    tokens, positions, segments = padded_row(sequence, length)
+    if segments is None:  # one document, and the padding after it
+        segments = np.where(np.arange(length) < len(sequence.tokens), 1, 2).astype(np.int32)[None]
+    return tokens, positions, segments
+
+
+def called(what: str, function: Callable, *arguments):
+    """function(*arguments). Raises BadInput with the last lines of whatever the user's code raised."""
     try:
         return function(*arguments)
     except BadInput:

@@ -29,6 +29,7 @@ class GateOptions:
     mesh: str | None = None  # fsdp=4,tensor=2: devices that the candidate is spread over
     processes: int | None = None  # of the candidate, under jax.distributed
     override: tuple[str, ...] = ()  # KEY=VALUE, changed in the config of both sides
+    trace: bool = True  # where a leg fails, find the first module that diverges
     recalibrate: bool = False  # measure the reference's noise again, whatever the cache holds
     settings_file: Path | None = None  # the parity.toml that some of these came from
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
-from . import also, gradients
+from . import also, gradients, trace_report
 
 MOST_NAMED = 8  # fields or tensors listed before the rest is only counted
 
@@ -130,8 +130,11 @@ def where(record: dict) -> list[str]:
     ]
     lines = _first(lines, "config: and {} more fields")
     lines += _first([f"weights: {d['sentence']}" for d in record["weight_differences"]], "weights: and {} more tensors")
-    if record.get("trace") and record["trace"].get("first_divergence"):
-        lines.append(f"trace: the first module that leaves its envelope is {record['trace']['first_divergence']}")
+    if record.get("trace"):
+        lines += [
+            f"trace: {line}"
+            for line in (trace_report.headline(record["trace"]), *trace_report.details(record["trace"]))
+        ]
     failed = _failed_legs(record)
     beside = record["legs"]["float32"].get("also")
     if beside and beside["odd_one_out"]:
@@ -180,7 +183,8 @@ def advice(record: dict) -> list[str]:
     if failed & {"float32", "bfloat16"} and failed & {"config", "weights"}:
         lines.append("the logits are judged on unequal models: put config and weights right before reading them")
     elif "float32" in failed:
-        lines.append("same weights, another function: look at rotary tables, masks, norms and head layout")
+        traced = trace_report.advice(record["trace"]) if record.get("trace") else []
+        lines += traced or ["same weights, another function: look at rotary tables, masks, norms and head layout"]
     elif gradients.LEG in failed and "float32" not in failed:
         lines.append("the forward passes agree in float32: look at the loss, custom gradients and stop_gradient")
     elif "bfloat16" in failed:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..olmo_jax.config import SLIDING
 from ..olmo_jax.errors import BadInput
-from . import also, batches, devices, footprint, gate, gradients, identity, overrides, sides
+from . import also, batches, devices, footprint, gate, gradients, identity, overrides, sides, trace_run
 from .candidate import run_candidate
 from .legs import Legs, narrower
 from .options import DEFAULTS, GateOptions
@@ -159,6 +159,9 @@ def _run_gate(reference: Path, candidate: Path | None, options: GateOptions, say
     if uncovered:
         open_questions.append(f"this run could not show faults of: {', '.join(uncovered)}")
     verdict = gate.judge(criteria, open_questions, sum(len(s.tokens) for s in sequences))
+    traced, untraced = None, []
+    if options.trace and verdict.exit_code == gate.FAIL:
+        traced, untraced = _trace(criteria, ref, function or cand, sequences, legs, place, options, say)
     return {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -169,6 +172,7 @@ def _run_gate(reference: Path, candidate: Path | None, options: GateOptions, say
         "criteria": [c.record() for c in criteria],
         "legs": legs,
         "gradients": trained,
+        "trace": traced,
         "profile": profile.name,
         "published_kl": gate.PUBLISHED_KL,
         "labels": gate.labels(criteria, float32["statistics"]),
@@ -182,11 +186,33 @@ def _run_gate(reference: Path, candidate: Path | None, options: GateOptions, say
         "settings_sha256": identity.file_hash(options.settings_file) if options.settings_file else None,
         "notes": sides.notes(ref, cand, sequences, unknown)
         + [f"the candidate's {sentence}" for sentence in nonfinite]
-        + ([f"run {why}"] if why else []),
+        + ([f"run {why}"] if why else [])
+        + untraced,
         "versions": identity.versions(),
         "code_sha256": identity.code_hash(),
         "seconds": round(time.monotonic() - started, 2),
     }
+
+
+def _trace(
+    criteria, ref, cand, sequences, legs: dict, place, options: GateOptions, say
+) -> tuple[dict | None, list[str]]:
+    """The trace of the first leg that failed, None where none did; and why there is none where there should be one.
+
+    A trace that cannot be made takes nothing from the verdict.
+    """
+    failed = {c.leg for c in criteria if c.on and not c.passed}
+    dtype = next((leg for leg in trace_run.DTYPES if leg in failed), None)
+    if dtype is None:
+        return None, []
+    if ref.kind == "record":
+        return None, ["no trace: the reference is a record, which holds logits and no activations"]
+    worst = list(dict.fromkeys(w["sequence"] for w in legs[dtype]["worst"]))
+    try:
+        chosen = trace_run.chosen(sequences, worst)
+        return trace_run.trace_sides(ref, cand, chosen, dtype, place, options.allow_unknown_keys, say), []
+    except BadInput as error:
+        return None, [f"no trace: {error.headline}"]
 
 
 def _scaled_sliding(config) -> int:

@@ -41,6 +41,7 @@ KEYS = {  # as the command line spells them, with _ for -
     "limits":             NUMBERS,
     "accept_uncovered":   TEXTS,
     "weights_may_differ": FLAG,
+    "trace":              FLAG,
     "allow_unknown_key":  TEXTS,
     "json":               PATH,
     "junit":              PATH,

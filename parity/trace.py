@@ -13,7 +13,7 @@ from ..olmo_jax.config import Olmo3Config
 from .diagnosis import explain
 from .envelopes import FORCED, FREE, Distance, Envelope, bfloat16_envelope, float32_envelope
 from .traced_reference import Part
-from .weight_kinds import weight_kinds
+from .weights import kinds_of_difference
 from .wrong_formulas import Place
 
 MOST_EXPLAINED = 40  # modules; each costs a few forward passes of one module
@@ -50,7 +50,7 @@ def trace_parts(
     from what they give (diagnosis).
     """
     owners = module_weights(source.config)
-    because = _Because(source, candidate, owners) if explained and dtype == "float32" else lambda *_: ()
+    because = _Because(source, candidate) if explained and dtype == "float32" else lambda *_: ()
     rows: list[Row] = []
     head: _Slices | None = None
     for part in parts:
@@ -86,10 +86,9 @@ def _rows(part: Part, free, forced, given, dtype: str, owners: dict, because: Ca
 class _Because:
     """Explains faulty modules, the first of them only: each costs a few forward passes of one module."""
 
-    def __init__(self, source: Source, candidate, owners: dict):
+    def __init__(self, source: Source, candidate):
         self.source, self.candidate, self.left = source, candidate, MOST_EXPLAINED
-        self.paths = {w.hf: w for w in weights(source.config)}
-        self.owners = owners
+        self.weights = {w.hf: w for w in weights(source.config)}
 
     def __call__(self, row: Row, part: Part, name: str, found: list | None) -> list[str]:
         self.left -= 1
@@ -101,21 +100,12 @@ class _Because:
         return explain(Place(self.source.config, row.layer, name, self.candidate.sequences, part, found, row.own.limit))
 
     def _of_weight(self, hf: str) -> list[str]:
-        weight = self.paths[hf]
+        weight = self.weights[hf]
         try:
-            stored = self.candidate.reader.read(weight.jax)
-        except KeyError:  # the candidate has no such leaf: what it has was said when it was opened
+            found = apply_layout(weight.layout, np.asarray(self.candidate.reader.read(weight.jax)))
+        except KeyError:  # the candidate has no such leaf, which was said when it was opened
             return []
-        found = apply_layout(weight.layout, np.asarray(stored))
-        right = self.source.tensors[hf].read()
-        alike = [
-            (w.hf, self.source.tensors[w.hf].read)
-            for w in self.paths.values()
-            if w.hf != hf
-            and sorted(w.shape) == sorted(weight.shape)
-            and (weight.layer in (None, w.layer) or w.hf.split(".")[3:] == hf.split(".")[3:])
-        ]
-        return weight_kinds(hf, right, found, self.source.config, alike)
+        return kinds_of_difference(self.source, hf, found)
 
 
 def _envelope(found: Distance, noise: Distance, rule, dtype: str) -> Envelope:

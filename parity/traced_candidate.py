@@ -58,8 +58,8 @@ class TracedCandidate:
         for index, right in enumerate(part.outputs):
             own, put_in = self._both(part, index)
             for name, array in right.items():
-                free[name].add(array, _like(array, own.get(name)))
-                forced[name].add(array, _like(array, put_in.get(name)))
+                free[name].add(array, like(array, own.get(name)))
+                forced[name].add(array, like(array, put_in.get(name)))
                 if name in put_in:
                     same = np.size(put_in[name]) == array.size
                     given[name].append(np.reshape(put_in[name], array.shape) if same else np.asarray(put_in[name]))
@@ -152,7 +152,7 @@ def _padded(x: np.ndarray, length: int) -> np.ndarray:  # [T, D] -> [1, length, 
     return np.concatenate([x, np.ones((length - len(x), *x.shape[1:]), x.dtype)])[None]
 
 
-def _like(right: np.ndarray, found) -> np.ndarray:
+def like(right: np.ndarray, found) -> np.ndarray:
     """found in the shape [T, ...] of right; all infinite where it is missing or of another size."""
     if found is None or np.size(found) != right.size:
         return np.full(right.shape, np.inf, np.float32)

@@ -8,11 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from ..convert import mapping
 from ..convert.sources import Source
 from ..convert.verify import differing
 from .identity import MOST_WORKERS
+from .weight_kinds import weight_kinds
 
 SLICE_BYTES = 64 << 20  # read at a time from each side
+MOST_KINDS = 8  # weights of which it is said in what way they differ: each is compared with all it could be
 
 
 def weight_differences(
@@ -29,7 +32,28 @@ def weight_differences(
         if entry:
             found.append(entry)
     order = {name: i for i, name in enumerate(reference.tensors)}
-    return sorted(found, key=lambda e: (order.get(e["weight"], len(order)), e["weight"]))
+    found.sort(key=lambda e: (order.get(e["weight"], len(order)), e["weight"]))
+    for entry in [e for e in found if e["values"]][:MOST_KINDS]:
+        kinds = kinds_of_difference(reference, entry["weight"], candidate.tensors[entry["weight"]].read())
+        entry["sentence"] += f"; it {' and '.join(kinds)}" if kinds else ""
+    return found
+
+
+def kinds_of_difference(reference: Source, name: str, found: np.ndarray) -> list[str]:
+    """In what way a weight of the candidate, [out, in] or [width], is another: transposed, another tensor, scaled ...
+
+    The reference's tensor and those it may have been exchanged with are read: of its layer, and of its kind in all layers.
+    """
+    config = reference.config
+    own = next(w for w in mapping.weights(config) if w.hf == name)
+    alike = [
+        (w.hf, reference.tensors[w.hf].read)
+        for w in mapping.weights(config)
+        if w.hf != name
+        and sorted(w.shape) == sorted(own.shape)
+        and (w.layer == own.layer or w.hf.split(".")[3:] == name.split(".")[3:])
+    ]
+    return weight_kinds(name, reference.tensors[name].read(), found, config, alike)
 
 
 def nonfinite_weights(source: Source) -> list[str]:

@@ -18,8 +18,6 @@ from .batches import Sequence
 from .traced_reference import Part
 
 ROUNDS = "rounds "  # how the sentences of faults of rounding begin
-DIGITS = 3  # significant, of a theta that was solved for: it is a round number as a rule
-THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 8_000_000.0)
 NEAR = 3  # tokens that a window may be off by
 # What a module of a layer is given: '' is the layer's own input.
 GIVEN = {
@@ -64,6 +62,7 @@ Formula = Callable[[int], np.ndarray]  # sequence -> output [T, ...]
 
 
 def hypotheses(place: Place) -> Iterator[tuple[str, Formula]]:
+    """Sentences and formulas of faults of such a module."""
     kind = place.name.rpartition(".")[2]
     if kind.endswith("norm"):
         yield from _norm(place)
@@ -75,7 +74,6 @@ def hypotheses(place: Place) -> Iterator[tuple[str, Formula]]:
         yield from _swiglu(place)
     elif kind.endswith("residual"):
         yield from _residual(place)
-    yield from _any(place)
 
 
 def right(place: Place, index: int) -> np.ndarray:
@@ -97,8 +95,9 @@ def _in(x: np.ndarray, dtype) -> np.ndarray:
     return x.astype(np.float32).astype(dtype).astype(np.float64) if dtype != np.float64 else x
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.{DIGITS - 1}e}") if math.isfinite(value) and value else value
+def _from_round(value: float) -> list[float]:
+    """A constant that was solved for, rounded more and less: what people write has few digits."""
+    return list(dict.fromkeys([*(float(f"{value:.{digits}e}") for digits in range(4)), value]))
 
 
 def _ratio(a: np.ndarray, b: np.ndarray) -> float:
@@ -129,14 +128,16 @@ def _norm(place: Place) -> Iterator[tuple[str, Formula]]:
     least = int(np.argmin(squares))
     factor = _ratio(place.found[0][least], normed(0, own_eps=0.0)[least])
     if factor and math.isfinite(factor):
-        inside = squares[least] / factor**2 - squares[least]
-        outside = math.sqrt(squares[least]) * (1 / factor - 1)
-        if inside >= 0:
-            yield f"has epsilon {inside:.3g}, the config says {eps:.3g}", lambda i: normed(i, own_eps=inside)
-        yield (
-            f"adds an epsilon of {outside:.3g} to the root, not to the mean square under it",
-            lambda i: normed(i, own_eps=0.0, outside=outside),
-        )
+        inside = _from_round(squares[least] / factor**2 - squares[least])
+        outside = _from_round(math.sqrt(squares[least]) * (1 / factor - 1))
+        for value in inside:
+            if value >= 0:
+                yield f"has epsilon {value:.3g}, the config says {eps:.3g}", lambda i, e=value: normed(i, own_eps=e)
+        for value in outside:
+            yield (
+                f"adds an epsilon of {value:.3g} to the root, not to the mean square under it",
+                lambda i, e=value: normed(i, own_eps=0.0, outside=e),
+            )
     yield "multiplies by 1 + scale, OLMo 3 multiplies by scale", lambda i: normed(i, own_scale=1 + scale)
     yield "leaves out its scale", lambda i: normed(i, own_scale=1.0)
     for other in NORMS:
@@ -196,20 +197,21 @@ def _rotary(place: Place) -> Iterator[tuple[str, Formula]]:
         z = (x[..., : width // 2] + 1j * x[..., width // 2 :]) * turn
         return np.concatenate([z.real, z.imag], axis=-1)
 
-    gain = _ratio(_norms(place.found[0]), _norms(turned(0))) * own.attention_factor
-    yield (
-        f"has attention factor {gain:.4g}, the config's is {own.attention_factor:.4g}",
-        lambda i: turned(i, replace(own, attention_factor=gain)),
-    )
+    for gain in _from_round(_ratio(_norms(place.found[0]), _norms(turned(0))) * own.attention_factor):
+        yield (
+            f"has attention factor {gain:.5g}, the config's is {own.attention_factor:.5g}",
+            lambda i, g=gain: turned(i, replace(own, attention_factor=g)),
+        )
     for kind, table in tables.items():
         if kind != layer_type:
             what = "YaRN" if config.rope[kind].rope_type == "yarn" else "plain rotary"
             yield f"is turned as {kind} is ({what}), this layer is {layer_type}", lambda i, t=table: turned(i, t)
-    if parameters.rope_type != "default":
+    if parameters.rope_type == "yarn":
         plain = _table(config, layer_type, RopeParameters("default", parameters.rope_theta))
-        yield f"is turned without {parameters.rope_type} scaling", lambda i: turned(i, plain)
+        if all(not np.array_equal(plain.inv_freq, table.inv_freq) for table in tables.values()):
+            yield "is turned without YaRN", lambda i: turned(i, plain)
         kept = replace(plain, attention_factor=own.attention_factor)
-        yield f"has {parameters.rope_type}'s attention factor and plain frequencies", lambda i: turned(i, kept)
+        yield "has YaRN's attention factor and plain frequencies", lambda i: turned(i, kept)
         other = _table(config, layer_type, replace(parameters, truncate=not parameters.truncate))
         yield (
             f"has the bounds of YaRN's ramp {'not ' if parameters.truncate else ''}cut to whole dimensions",
@@ -217,15 +219,14 @@ def _rotary(place: Place) -> Iterator[tuple[str, Formula]]:
         )
         linear = replace(own, inv_freq=plain.inv_freq / np.float32(parameters.factor or 1), attention_factor=1.0)
         yield "divides every frequency by the factor, as linear scaling does", lambda i: turned(i, linear)
-    solved = _theta(place)
-    for theta in dict.fromkeys((*THETAS, _rounded(solved), solved)):
-        if theta and theta != parameters.rope_theta:
+    for theta in _from_round(_theta(place)):
+        if theta > 1 and theta != parameters.rope_theta:
             table = _table(config, layer_type, replace(parameters, rope_theta=theta))
             yield f"has theta {theta:.6g}, the config says {parameters.rope_theta:.6g}", lambda i, t=table: turned(i, t)
-            if parameters.rope_type != "default":
+            if parameters.rope_type == "yarn":
                 table = _table(config, layer_type, RopeParameters("default", theta))
                 yield (
-                    f"has theta {theta:.6g} without scaling, the config says {parameters.rope_theta:.6g}",
+                    f"has theta {theta:.6g} without YaRN, the config says {parameters.rope_theta:.6g}",
                     lambda i, t=table: turned(i, t),
                 )
     yield "pairs neighbouring dimensions, OLMo 3 pairs d with d + H/2", lambda i: turned(i, interleaved=True)
@@ -333,13 +334,9 @@ def _mix(place: Place) -> Iterator[tuple[str, Formula]]:
         "does not see the query's own token",
         lambda i: mixed(i, seen=lambda m, d, _: m & ((d > 0) | ~m.any(1)[:, None])),
     )
-    solved = _score_scale(place, heads, kv, width)
-    for factor, why in (
-        (solved, ""),
-        (1.0, ""),
-        (1 / width, ""),
-        ((config.hidden_size / heads) ** -0.5, ", hidden size over heads"),
-    ):
+    known = [(1 / width, ""), ((config.hidden_size / heads) ** -0.5, ", for hidden size over heads")]
+    solved = [(value, "") for value in _from_round(_score_scale(place, heads, kv, width))]
+    for factor, why in known + solved:
         if factor and math.isfinite(factor) and abs(factor / scale - 1) > 1e-6:
             yield (
                 f"multiplies scores by {factor:.4g}{why}, the head width {width} asks for {scale:.4g}",
@@ -402,8 +399,8 @@ def _residual(place: Place) -> Iterator[tuple[str, Formula]]:
     yield f"adds {factor:.4g} times its part", lambda i: _given(place, i)[0] + factor * _given(place, i)[1]
 
 
-def _any(place: Place) -> Iterator[tuple[str, Formula]]:
-    """What can be said of any module."""
+def of_any_module(place: Place) -> Iterator[tuple[str, Formula]]:
+    """Sentences and formulas that say nothing of the kind of module: tried where no other fits."""
     factor = _ratio(place.found[0], right(place, 0))
     yield f"gives {factor:.4g} times what it should", lambda i: factor * right(place, i).astype(np.float64)
     if place.layer is not None:

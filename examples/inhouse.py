@@ -16,27 +16,34 @@ DOT = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float3
 
 def make(checkpoint, config, dtype, sliding_window):
     """checkpoint: a step folder. sliding_window: instead of the config's, or None. Returns forward."""
+    named = make_activations(checkpoint, config, dtype, sliding_window)
+    return lambda tokens, positions, segment_ids: named(tokens, positions, segment_ids)["lm_head"]
+
+
+def make_activations(checkpoint, config, dtype, sliding_window):
+    """The same, of a function that gives every layer's output too, by its name: what olmo-parity trace compares."""
     tree = ocp.PyTreeCheckpointer().restore(checkpoint.absolute() / "state")
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), tree)
     window = sliding_window or config["sliding_window"]
-    run = jax.jit(partial(logits, config, window))
+    run = jax.jit(partial(forward, config, window))
     return lambda tokens, positions, segment_ids: run(params, tokens, positions, segment_ids)
 
 
-def logits(config, window, params, tokens, positions, segment_ids):
-    """tokens, positions, segment_ids [B, T] -> [B, T, V]."""
+def forward(config, window, params, tokens, positions, segment_ids):
+    """tokens, positions, segment_ids [B, T] -> by module name [B, T, width]; lm_head gives the logits [B, T, V]."""
     order = jnp.arange(tokens.shape[1])
     back = order[:, None] - order[None, :]  # tokens from key to query
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     seen = {"full_attention": same & (back >= 0), "sliding_attention": same & (back >= 0) & (back < window)}
     turns = {kind: rotary(rope, config["head_dim"], positions) for kind, rope in config["rope_parameters"].items()}
     x = params["embed_tokens"]["embedding"][tokens]
+    named = {"embed_tokens": x}
     for i, kind in enumerate(config["layer_types"]):
-        x = layer(config, params["layers"][str(i)], x, turns[kind], seen[kind])
-    x = rms_norm(x, params["norm"]["scale"], config["rms_norm_eps"])
-    if config["tie_word_embeddings"]:
-        return dot(x, params["embed_tokens"]["embedding"].T)
-    return dot(x, params["lm_head"]["kernel"])
+        x = named[f"layers.{i}"] = layer(config, params["layers"][str(i)], x, turns[kind], seen[kind])
+    x = named["norm"] = rms_norm(x, params["norm"]["scale"], config["rms_norm_eps"])
+    tied = config["tie_word_embeddings"]
+    named["lm_head"] = dot(x, params["embed_tokens"]["embedding"].T if tied else params["lm_head"]["kernel"])
+    return named
 
 
 def layer(config, p, x, turn, seen):

@@ -46,14 +46,15 @@ def explain(place: Place) -> list[str]:
 def _shortened(place: Place) -> Place:
     """Rows cut some tokens after the first one that is wrong: no output depends on later tokens, and attention costs T squared.
 
-    Packed rows and rows without a wrong token stay whole.
+    Packed rows stay whole, and rows whose first token is wrong or none is.
     """
     outputs, inputs, found, sequences = [], [], [], []
     for index, given in enumerate(place.found):
         sequence, distance = place.sequences[index], Distance()
         distance.add(right(place, index), given)
         wrong = np.flatnonzero(~(distance.by_token <= place.limit))
-        stop = len(given) if sequence.documents or not wrong.size else int(wrong[0]) + AFTER
+        whole = sequence.documents or not wrong.size or wrong[0] == 0  # position 0 is wrong where later tokens are seen
+        stop = len(given) if whole else int(wrong[0]) + AFTER
         outputs.append({name: array[:stop] for name, array in place.part.outputs[index].items()})
         inputs.append(place.part.inputs[index][:stop])
         found.append(given[:stop])

@@ -103,12 +103,10 @@ def _distribution(record: dict, leg: str, statistic: str) -> tuple[str, str]:
 def _by_layer(trace: dict) -> tuple[str, str]:
     modules = trace["modules"]
     figure, axes = _axes("error by module", "module, in the order of the forward pass", "relative error")
-    axes.plot(
-        [_drawable(m["error"]) for m in modules], color=CANDIDATE, marker="o", markersize=3, linewidth=1.5, label="candidate"
-    )  # fmt: skip
-    limits = [_drawable(m["limit"]) if m.get("limit") is not None else math.nan for m in modules]
-    if any(math.isfinite(v) for v in limits):
-        axes.plot(limits, color=LIMIT, linestyle="--", linewidth=1.5, label="envelope")
+    forced = [m for m in modules if m["inputs"] != "its own"]
+    if forced:
+        _error(axes, [m if m in forced else None for m in modules], CANDIDATE, "given the reference's inputs")
+    _error(axes, [m["carried"] for m in modules], REFERENCE, "errors carried along")
     step = max(1, len(modules) // 8)
     axes.set_xticks(
         range(0, len(modules), step), [m["name"] for m in modules[::step]], rotation=30, ha="right", fontsize=8
@@ -120,8 +118,15 @@ def _by_layer(trace: dict) -> tuple[str, str]:
         axes.axvline(names.index(first), color=LIMIT, linewidth=1.5)
     _legend(axes)
     return _svg(figure, "layers"), "Error by module" + (
-        f": {first} is the first outside its envelope." if first else "."
+        f": {first} is the first outside its envelope (dashed)." if first else "; envelopes are dashed."
     )
+
+
+def _error(axes, modules: list[dict | None], colour: str, label: str) -> None:
+    """One kind of error, and the envelope it must stay in."""
+    for key, style in (("error", {"marker": "o", "markersize": 3, "label": label}), ("limit", {"linestyle": "--"})):
+        values = [_drawable(m[key]) if m else math.nan for m in modules]
+        axes.plot(values, color=colour, linewidth=1.5, **style)
 
 
 def _axes(title: str, x: str, y: str):

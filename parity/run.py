@@ -13,6 +13,7 @@ from ..olmo_jax.config import SLIDING
 from ..olmo_jax.errors import BadInput
 from . import also, batches, devices, footprint, gate, gradients, identity, overrides, sides, trace_run
 from .candidate import run_candidate
+from .candidate_fn import CandidateFn
 from .legs import Legs, narrower
 from .options import DEFAULTS, GateOptions
 from .recorded import is_record
@@ -207,6 +208,8 @@ def _trace(
         return None, []
     if ref.kind == "record":
         return None, ["no trace: the reference is a record, which holds logits and no activations"]
+    if isinstance(cand, CandidateFn) and not cand.imported["names_activations"]:
+        return None, [f"no trace: {cand.spec} names no activations (docs/candidate-fn.md)"]
     worst = list(dict.fromkeys(w["sequence"] for w in legs[dtype]["worst"]))
     try:
         chosen = trace_run.chosen(sequences, worst)

@@ -16,6 +16,8 @@ from .envelopes import Distance
 from .traced_candidate import like
 from .traced_reference import Part
 
+# What a module of modules gives is what its last step gives.
+ENDS = {"": "mlp_residual", ".self_attn": "self_attn.o_proj", ".mlp": "mlp.down_proj"}
 PREFIX = "model."  # that Hugging Face puts before every name but lm_head
 
 
@@ -48,6 +50,9 @@ class NamedActivations:
         for right, own in zip(part.outputs, self.outputs, strict=True):
             for name, array in right.items():
                 found = own.get(f"{part.name}.{name}" if name else part.name)
+                for end, last in ENDS.items():
+                    if found is None and name == last:
+                        found = own.get(part.name + end)
                 if found is not None:
                     found = found[:, slice(*part.columns)] if part.columns and found.ndim == 2 else found
                     free.setdefault(name, Distance()).add(array, like(array, found))

@@ -87,7 +87,7 @@ def stand_ins(monkeypatch, tmp_path, reference=0.0, candidate=0.0, core=0.0):
 
 
 def gated(tree):
-    options = GateOptions(also=f"core:{find_fixture(NATIVE)}", streamed=False)
+    options = GateOptions(trace=False, also=f"core:{find_fixture(NATIVE)}", streamed=False)
     record = run_gate(find_fixture(CHECKPOINT), tree, options)
     jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(report.as_json(record)))
     return record

@@ -80,7 +80,7 @@ def test_the_in_house_example_with_a_planted_fault_fails_and_without_a_checkpoin
     batch = tmp_path / "prompts.jsonl"
     batch.write_text(json.dumps({"id": "past the window of 16", "tokens": list(range(40))}))
     beside(tmp_path)
-    options = GateOptions(candidate_fn="faulty:make", batch=batch, only_batch=True)
+    options = GateOptions(candidate_fn="faulty:make", batch=batch, only_batch=True, trace=False)
     record = run_gate(find_fixture(CHECKPOINT), None, options)
     assert record["verdict"] == "fail"
     off = [c for c in record["criteria"] if not c["on"] and c["leg"] in ("config", "weights")]

@@ -79,15 +79,18 @@ def test_a_planted_fault_of_function_fails_and_says_where(tree, tmp_path, needs_
     assert "sliding_window is 16 in the reference, 15 in the candidate" in done.stdout
     failed = {c["leg"] for c in json.loads((tmp_path / "r.json").read_text())["criteria"] if not c["passed"]}
     assert {"config", "float32"} <= failed and "weights" not in failed
+    assert "trace: layers.0.self_attn.mix is the first module outside its envelope" in done.stdout
+    assert "certain: layers.{0-2,4-6}.self_attn.mix has a window of 15, the config says 16" in done.stdout
 
 
 def test_another_steps_weights_fail_and_are_named(tmp_path, needs_torch):
     other, script = tmp_path / "other", Path(__file__).parents[2] / "demo" / "swap_gate_up.py"
     subprocess.run([sys.executable, script, find_fixture(CHECKPOINT), other, "2"], check=True)
     subprocess.run([BIN / "olmo-convert", "hf2orbax", other, tmp_path / "tree"], check=True, capture_output=True)
-    done = run("--reference", find_fixture(CHECKPOINT), "--candidate", tmp_path / "tree")
+    done = run("--reference", find_fixture(CHECKPOINT), "--candidate", tmp_path / "tree", "--no-trace")
     assert done.returncode == 1
     assert "model.layers.2.mlp.gate_proj.weight differs" in done.stdout
+    assert "; it holds model.layers.2.mlp.up_proj.weight" in done.stdout and "trace:" not in done.stdout
     assert "float32: largest |delta| at" in done.stdout
 
 

@@ -263,12 +263,35 @@ def test_plots_draw_the_limit_of_the_criterion_and_both_sides_of_bfloat16():
 
 def test_the_error_by_layer_is_drawn_where_the_record_has_a_trace():
     found = record("fail")
-    modules = [{"name": f"layers.{i}", "error": 1e-7 if i < 2 else 0.1, "limit": 1e-5} for i in range(4)]
-    found["trace"] = {"modules": modules, "first_divergence": "layers.2"}
+    modules = []
+    for i in range(4):
+        envelope = {"error": 1e-7 if i < 2 else 0.1, "noise": 1e-7, "limit": 1e-5, "left": i >= 2}
+        modules.append(
+            {
+                "name": f"layers.{i}.mlp_residual",
+                "layer": i,
+                "weights": [],
+                **envelope,
+                "carried": envelope,
+                "inputs": "the reference's",
+                "because": ["does not add what came before"] if i == 2 else [],
+            }
+        )
+    first = "layers.2.mlp_residual"
+    faulty = [m["name"] for m in modules if m["left"]]
+    found["trace"] = {
+        "dtype": "float32",
+        "sequences": ["a"],
+        "first_divergence": first,
+        "faulty": faulty,
+        "modules": modules,
+    }
     jsonschema.Draft202012Validator(SCHEMA).validate(found)
     svg, caption = report_plots.plots(found)[-1]
-    assert "layers.2 is the first outside its envelope" in caption and ">layers.3<" in svg
-    assert "trace: the first module that leaves its envelope is layers.2" in report.console(found)
+    assert f"{first} is the first outside its envelope" in caption and ">layers.3.mlp_residual<" in svg
+    text = report.console(found)
+    assert f"trace: {first} is the first module outside its envelope: relative error 0.1, limit 1e-05" in text
+    assert f"trace: certain: {first} does not add what came before" in text
 
 
 def test_the_page_is_the_same_for_the_same_record():

@@ -219,7 +219,7 @@ def test_the_gate_passes_a_right_conversion_and_fails_a_planted_fault(tree, tmp_
     config = json.loads((candidate / "olmo_config.json").read_text())
     config["sliding_window"] -= 1
     (candidate / "olmo_config.json").write_text(json.dumps(config))
-    wrong = run.run_gate(find_fixture(TRAINED), candidate, run.GateOptions(streamed=True))
+    wrong = run.run_gate(find_fixture(TRAINED), candidate, run.GateOptions(streamed=True, trace=False))
     assert wrong["verdict"] == "fail"
     assert "float32" in {c["leg"] for c in wrong["criteria"] if not c["passed"]}
     for record in (right, wrong):

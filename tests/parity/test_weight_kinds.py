@@ -9,7 +9,7 @@ from olmo_parity.parity.weight_kinds import weight_kinds
 from tests.conftest import find_fixture
 
 CONFIG = open_source(find_fixture("tiny-step0/hf-float32")).config
-Q, O, UP = (f"model.layers.0.{n}.weight" for n in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"))
+Q, OUT, UP = (f"model.layers.0.{n}.weight" for n in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"))
 
 
 def matrix(seed=0, shape=(64, 64), dtype=np.float32):
@@ -32,7 +32,7 @@ KINDS = [
     (Q, heads([1, 0, 2, 3]), "has heads 0 and 1 exchanged"),
     (Q, heads([1, 2, 3, 0]), "has its heads moved on by 3"),
     (Q, heads([3, 1, 0, 2]), "has its heads in another order: 3, 1, 0, 2"),
-    (O, lambda a: heads([0, 3, 2, 1])(a.T).T, "has heads (columns) 1 and 3 exchanged"),
+    (OUT, lambda a: heads([0, 3, 2, 1])(a.T).T, "has heads (columns) 1 and 3 exchanged"),
     (Q, lambda a: a.reshape(4, 2, 8, -1).swapaxes(1, 2).reshape(a.shape), "has the halves of every head interleaved"),
     (Q, lambda a: a.reshape(4, 8, 2, -1).swapaxes(1, 2).reshape(a.shape), "has the even rows of every head before the odd"),
     (UP, lambda a: np.roll(a, 1, axis=0), "has its rows moved on by 1"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..convert.orbax_io import TreeReader, resolve_tree
+from ..convert.orbax_io import open_item, resolve_tree
 from ..convert.sources import open_source
 from ..olmo_jax.config_hf import to_hf
 from ..olmo_jax.errors import BadInput
@@ -155,7 +155,7 @@ def _tree(request: dict, keys: tuple[str, ...], sequences: list[Sequence]):
     from .traced_candidate import TracedCandidate
 
     opened = open_source(Path(request["target"]), allow_unknown_keys=keys)
-    return TracedCandidate(TreeReader(resolve_tree(opened.path).item), opened.config, sequences, request["dtype"])
+    return TracedCandidate(open_item(resolve_tree(opened.path).item), opened.config, sequences, request["dtype"])
 
 
 def _function(request: dict, reference, sequences: list[Sequence]):

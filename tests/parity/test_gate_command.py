@@ -111,7 +111,8 @@ def test_short_prompts_alone_are_inconclusive_unless_accepted(tree, tmp_path, ne
     [
         ([], "Usage"),
         (["--reference", "x"], "--candidate"),
-        (["--reference", "x", "trace"], "No such command"),
+        (["--reference", "x", "trase"], "No such command"),
+        (["--reference", "x", "trace"], "belongs to the gate and would not reach trace"),
         (["--no-such-option"], "No such option"),
         (["--max-tokens", "0"], "max-tokens"),
         (["--only-batch", "false"], ""),

@@ -154,7 +154,8 @@ def record(
 def preflight(
     context: typer.Context,
     only: Annotated[
-        list[str] | None, typer.Option(help="This stage alone. Repeatable. Known: weights, logits, step0, loader.")
+        list[str] | None,
+        typer.Option(help="This stage alone. Repeatable. Known: weights, logits, step0, restore, loader."),
     ] = None,
     keep_going: Annotated[
         bool, typer.Option("--keep-going/--no-keep-going", help="Run the stages after one that failed too.")
@@ -164,6 +165,8 @@ def preflight(
     ] = False,
     reference: Annotated[Path | None, typer.Option(help="Hugging Face folder, or a record of one.")] = None,
     candidate: Annotated[Path | None, typer.Option(help="Orbax tree: what training will start from.")] = None,
+    mesh: Annotated[str | None, typer.Option(help="fsdp=4,tensor=2: what training restores onto.")] = None,
+    restart_mesh: Annotated[str | None, typer.Option(help="Of a restart; by default a quarter of the devices.")] = None,
     source: Annotated[
         Path | None, typer.Option(help="What the weights came from, where that is not the reference.")
     ] = None,

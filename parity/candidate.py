@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +71,7 @@ def _run(request: dict, folder: Path, index: int, address: str) -> dict:
 
         write_logits(source.path, source.config, sequences, dtype=dtype, folder=folder)
     else:
-        tree = read_tree(source.path) if mesh is None else _on_mesh(source.path, source.config, mesh)
+        tree = read_tree(source.path) if mesh is None else on_mesh(source.path, source.config, mesh)
         logits_of = logits_function(source.config, tree, dtype)
         for number, sequence in enumerate(sequences):
             logits = row_logits(logits_of, sequence)
@@ -91,23 +91,24 @@ def _run(request: dict, folder: Path, index: int, address: str) -> dict:
     }
 
 
-def _on_mesh(path: Path, config: Olmo3Config, mesh) -> dict:
-    """The tree on a mesh: Orbax's own restore, and for MaxText's layout each device's part of each weight."""
+def on_mesh(path: Path, config: Olmo3Config, mesh, rules: Mapping | None = None) -> dict:
+    """The tree on a mesh: Orbax's own restore, and for MaxText's layout each device's part of each weight. rules: of sharding.py."""
     import jax
 
     from ..convert.orbax_io import MaxTextReader, open_item, resolve_tree
-    from ..olmo_jax.sharding import restore, shardings
+    from ..olmo_jax.sharding import RULES, restore, shardings
     from ..olmo_jax.tree import flatten, unflatten
 
+    rules = rules or RULES
     reader = open_item(resolve_tree(path).item)
     if not isinstance(reader, MaxTextReader):
-        return restore(path, config, mesh)
+        return restore(path, config, mesh, rules=rules)
     return unflatten(
         {
             name: jax.make_array_from_callback(
                 reader.leaves[name].shape, sharding, functools.partial(reader.read, name)
             )
-            for name, sharding in flatten(shardings(config, mesh)).items()
+            for name, sharding in flatten(shardings(config, mesh, rules)).items()
         }
     )
 

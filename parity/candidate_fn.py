@@ -27,6 +27,7 @@ from .batches import Sequence
 from .candidate import LENGTH_STEP, padded_row
 from .children import run_children, serve
 from .devices import Placement, full_float32_jax, gathered, jax_settings, start_jax
+from .identity import file_hash
 
 ACTIVATIONS = (
     "_activations"  # <function>_activations: a factory like make, of a function that gives {module name: array}
@@ -202,6 +203,18 @@ def source_hash(spec: str) -> str:
     """sha256 of the file that holds the function, without running it more than an import does."""
     function, _ = load(spec)
     return hashlib.sha256(Path(inspect.getsourcefile(inspect.unwrap(function))).read_bytes()).hexdigest()
+
+
+def function_entry(spec: str | None, option: str) -> dict | None:
+    """A user's function as a record has it: name, and file with its sha256 where it has one; None where none was named."""
+    if spec is None:
+        return None
+    function, _ = load(spec, option)
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:  # an object that can be called, not a function
+        file = inspect.getsourcefile(type(function))
+    return {"name": spec, "file": file, "sha256": file_hash(Path(file)) if file else None}
 
 
 def _last_lines() -> str:

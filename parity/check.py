@@ -105,6 +105,12 @@ def _check_preflight(whole: dict, report: Path) -> dict:
         raise _No(f"{report} is no pass: {whole['verdict'].upper()}, {whole['decided_by']}")
     if "report" not in stages["logits"]:
         raise _No(f"{report} holds no comparison of logits ({stages['logits']['decided_by']}): it shows too little")
+    for s in whole["stages"]:
+        function = s.get("function") or {}
+        if function.get("sha256") and identity.file_hash(Path(function["file"])) != function["sha256"]:
+            raise _No(
+                f"{report} judged {function['name']}, and {function['file']} was changed since: run preflight again"
+            )
     inner = stages["logits"]["report"]
     for key in ("candidate", "reference", "settings_sha256", "code_sha256"):
         if whole[key] != inner.get(key):

@@ -18,7 +18,7 @@ from ..olmo_jax.tree import flatten, unflatten
 from . import optimizer_probe
 from .adamw import Recipe
 from .batches import Sequence
-from .candidate_fn import LAST_LINES, load
+from .candidate_fn import LAST_LINES, function_entry, load
 from .children import run_children, serve
 from .devices import jax_settings, start_jax
 from .gradient_sides import jax_backward
@@ -31,15 +31,15 @@ OURS = "optax.adamw"
 
 def run_probe(
     config: Olmo3Config, given: Inputs, recipe: Recipe, spec: str | None, folder: Path, device: str | None, env: dict
-) -> Outputs:
-    """The probe's runs in a child process. spec: package.module:function, None for optax.adamw by the recipe.
+) -> tuple[Outputs, dict | None]:
+    """The probe's runs in a child process, and candidate_fn.function_entry. spec: package.module:function, None for optax.adamw.
 
     Raises BadInput where the user's function cannot be used; wrong updates are for the verdict.
     """
     folder.mkdir()
     request = {"task": "probe", "spec": spec, "recipe": asdict(recipe), "config": to_hf(config), "device": device}
     answer = run_children(__name__, folder, _alone(request), env, f"the process of {spec or OURS}")
-    return _read_probe(folder, answer, {path: x.shape for path, x in given.parameters.items()})
+    return _read_probe(folder, answer, {path: x.shape for path, x in given.parameters.items()}), answer["function"]
 
 
 def run_steps(
@@ -269,7 +269,8 @@ def _run(request: dict, folder: Path, index: int, address: str) -> dict:
         return _steps(request, folder)
     recipe = _recipe(request)
     given = optimizer_probe.inputs(from_hf(request["config"], "the request"), recipe)
-    return _write_probe(probe(request["spec"], recipe, given), folder)
+    answer = _write_probe(probe(request["spec"], recipe, given), folder)
+    return answer | {"function": function_entry(request["spec"], OPTION)}
 
 
 if __name__ == "__main__":

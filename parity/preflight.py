@@ -26,6 +26,7 @@ RUNS = {
     "weights": ("preflight", "run_weights"),
     "logits":  ("preflight", "run_logits"),
     "step0":   ("step0", "run_step0"),
+    "restore": ("mesh_restore", "run_restore"),
     "loader":  ("loader", "run_stage"),
 }  # fmt: skip
 # The worst first: a stage that failed says more than one that could not be read.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
 from . import loader, settings
 from .adamw import Recipe
+from .devices import MESH_AXES
 from .options import DEFAULTS, GateOptions
 
 SECTION = "preflight"
@@ -16,6 +18,7 @@ STAGES = {  # in the order they run; what each looks at
     "weights": "weights, bit for bit",
     "logits":  "logits, both legs of the gate",
     "step0":   "loss, gradients and three optimizer steps",
+    "restore": "restore on the mesh, and a restart on another",
     "loader":  "data loader, as several processes and after a restart",
 }  # fmt: skip
 KEYS = {  # of [preflight]; kinds as in settings.KEYS
@@ -23,6 +26,10 @@ KEYS = {  # of [preflight]; kinds as in settings.KEYS
     "source":       settings.PATH,   # what the weights are verified against, where that is not the reference
     "optimizer":    settings.TEXT,   # package.module:function, docs/preflight.md
     "recipe":       settings.TABLE,  # of RECIPE_KEYS
+    "restore":      settings.TEXT,   # package.module:function, docs/preflight.md
+    "mesh":         settings.TEXT,   # fsdp=4,tensor=2
+    "restart_mesh": settings.TEXT,   # of the restart; a quarter of the devices where it is left out
+    "rules":        settings.TABLE,  # of RULE_KEYS: mesh axis by logical axis
     "strict":       settings.FLAG,
     "keep_going":   settings.FLAG,
     "json":         settings.PATH,   # of preflight; those beside reference and candidate are the gate's
@@ -30,6 +37,8 @@ KEYS = {  # of [preflight]; kinds as in settings.KEYS
     "markdown":     settings.PATH,
 }  # fmt: skip
 RECIPE_KEYS = {f.name: settings.TEXTS if f.name == "no_decay" else settings.NUMBER for f in fields(Recipe)}
+RULE_KEYS = dict.fromkeys(("embed", "vocab", "heads", "kv_heads", "mlp", "norm"), settings.TEXT)
+WHOLE = "whole"  # of a rule: not split
 SMALLEST_EPSILON = 1e-15  # float32 still holds its square
 REPORTS = ("json", "junit", "markdown")
 GATES_OWN = ("json", "junit", "markdown", "html", "gradients", "z_loss")  # loss and gradients are the stage step0
@@ -48,6 +57,10 @@ class Preflight:
     source: Path | None = None
     optimizer: str | None = None  # package.module:function, instead of optax.adamw by the recipe
     recipe: Recipe = Recipe()
+    restore: str | None = None  # package.module:function, instead of olmo_jax.sharding.restore
+    mesh: str | None = None
+    restart_mesh: str | None = None
+    rules: Mapping[str, str] = field(default_factory=dict)  # over olmo_jax.sharding.RULES
     settings: settings.Settings = settings.Settings(None, {})  # for tables that belong to one stage
 
     @property
@@ -67,6 +80,7 @@ def choose(given: dict, found: settings.Settings) -> tuple[Preflight, dict[str, 
             raise BadInput(f"--only {name}: there is no such stage, was {near} meant? Known: {', '.join(STAGES)}")
     own = found.section(SECTION, KEYS) | {k: v for k, v in given.items() if k in KEYS}
     own["recipe"] = _recipe(found)
+    own["rules"] = _rules(found)
     if own.pop("loader", None):  # its stage reads it when its turn comes
         loader.chosen({}, found.section(loader.SECTION, loader.KEYS))
     sides = {k: v for k, v in given.items() if k in settings.KEYS and k not in KEYS}
@@ -88,3 +102,15 @@ def _recipe(found: settings.Settings) -> Recipe:
     if faults:
         raise BadInput(f"[{SECTION}.recipe] in {found.file} cannot be used", faults)
     return recipe
+
+
+def _rules(found: settings.Settings) -> dict[str, str]:
+    """[preflight.rules]: along which mesh axis a logical axis of the parameters lies."""
+    rules = found.section(f"{SECTION}.rules", RULE_KEYS)
+    known = (*MESH_AXES, WHOLE)
+    faults = [
+        f"{name} is {axis!r}, one of {', '.join(known)} is wanted" for name, axis in rules.items() if axis not in known
+    ]
+    if faults:
+        raise BadInput(f"[{SECTION}.rules] in {found.file} cannot be used", faults)
+    return rules

@@ -128,7 +128,7 @@ def _word(stage: dict) -> str:
 
 
 def _below(stage: dict) -> list[str]:
-    """Lines under a stage's row: more faults, where, what to try, what of it was not run."""
+    """Lines under a stage's row: more faults, where, what to try, what of it was not run, what else it says."""
     more = stage["decided_by"].splitlines()[1:] if stage["verdict"] == BAD_INPUT else []
     lines = [line.strip() for line in more] + stage["where"]
     if len(lines) > MOST:
@@ -136,4 +136,4 @@ def _below(stage: dict) -> list[str]:
     lines += [f"try: {line}" for line in stage["advice"]]
     if stage["verdict"] != NOT_RUN:
         lines += [f"not run: {why}" for why in stage["not_run"]]
-    return lines
+    return lines + list(stage.get("said", []))

@@ -122,14 +122,14 @@ def _probe(run: Run, config, say) -> tuple[dict, list[Criterion], list[str]]:
     """(record, criteria, where) of the optimizer alone."""
     say(f"{run.who} on gradients made for it")
     given = optimizer_probe.inputs(config, run.recipe)
-    got = optimizer_jax.run_probe(
+    got, function = optimizer_jax.run_probe(
         config, given, run.recipe, run.spec, run.folder / "probe", run.place.candidate, run.environment
     )
     found = optimizer_probe.judge(given, got, run.recipe, run.who)
     criteria = optimizer_probe.criteria(found)
     wrong = any(c.on and not c.passed for c in criteria)
     explained = explain(given, got, run.recipe) if wrong else []
-    record = {"recipe": asdict(run.recipe), "probe": {**found, "explained_by": explained}}
+    record = {"function": function, "recipe": asdict(run.recipe), "probe": {**found, "explained_by": explained}}
     return record, criteria, [f"{run.who}: {sentence}" for sentence in explained]
 
 

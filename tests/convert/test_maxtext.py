@@ -181,7 +181,7 @@ def test_it_is_a_source_with_the_weights_of_every_layer(written, eight):
 def test_the_gate_sees_the_tree_that_the_usual_layout_gives(written, eight, tmp_path):
     import jax
 
-    from olmo_parity.parity.candidate import _on_mesh
+    from olmo_parity.parity.candidate import on_mesh
     from olmo_parity.parity.identity import tensor_hashes
 
     _, step = written
@@ -192,7 +192,7 @@ def test_the_gate_sees_the_tree_that_the_usual_layout_gives(written, eight, tmp_
     mesh = jax.sharding.Mesh(
         np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2
     )
-    placed = flatten(_on_mesh(step, source.config, mesh))
+    placed = flatten(on_mesh(step, source.config, mesh))
     assert placed.keys() == ours.keys() and all(same_bits(np.asarray(placed[k]), ours[k]) for k in ours)
     manifest = json.loads((step / "manifest.json").read_text())["tensors"]
     assert {k: v[2] for k, v in tensor_hashes(source).items()} == {

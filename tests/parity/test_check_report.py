@@ -378,6 +378,16 @@ def test_a_preflight_that_is_no_pass_is_a_no_with_its_own_sentence(tree, ask_pre
     assert answer.exit_code == 1 and words in answer.sentence, answer
 
 
+def test_a_users_function_that_was_changed_since_is_a_no(tree, ask_preflight, tmp_path):
+    module = tmp_path / "training.py"
+    module.write_text("def make(): ...\n")
+    entry = {"name": "training:make", "file": str(module), "sha256": identity.file_hash(module)}
+    assert ask_preflight(tree, lambda r: r["stages"][2].update(function=entry)).exit_code == 0
+    module.write_text("def make(): pass\n")
+    answer = ask_preflight(tree, lambda r: r["stages"][2].update(function=entry))
+    assert answer.exit_code == 1 and "training.py was changed since" in answer.sentence
+
+
 def test_an_old_preflight_and_half_a_preflight_are_refused(tree, ask_preflight):
     old = (datetime.now(UTC) - timedelta(hours=25)).isoformat(timespec="seconds")
     assert ask_preflight(tree, lambda r: r.update(created=old), "24h").exit_code == 1

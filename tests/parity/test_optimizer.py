@@ -317,9 +317,11 @@ def test_a_name_without_decay_that_no_leaf_has_is_refused(checkpoint, tree):
 @pytest.fixture
 def here(monkeypatch):
     """The probe in this process, for tests that are about something else."""
-    monkeypatch.setattr(
-        optimizer_jax, "run_probe", lambda config, given, recipe, spec, *_: optimizer_jax.probe(spec, recipe, given)
-    )
+
+    def probe(config, given, recipe, spec, *_):
+        return optimizer_jax.probe(spec, recipe, given), None
+
+    monkeypatch.setattr(optimizer_jax, "run_probe", probe)
 
 
 def quiet(_):
@@ -367,6 +369,7 @@ def test_the_users_own_function_is_what_is_tested_in_both_parts(checkpoint, tree
         "training:optimizer: beta2 is 0.999 in the optimizer, 0.95 in the recipe",
         "training:optimizer: the weight decay of embed_tokens/embedding is 0.1, the recipe says 0",
     ]
+    assert record["function"]["file"] == str(tmp_path / "training.py") and len(record["function"]["sha256"]) == 64
     failed = {c["leg"] for c in record["criteria"] if not c["passed"]}
     assert failed == {"optimizer", "three steps"}
     monkeypatch.setattr(step0, "_against_torch", None)  # is not come to

@@ -333,10 +333,14 @@ def hf2orbax(
     compression: Annotated[str, typer.Option(help="none or zstd.")] = "none",
     chunk_bytes: Annotated[int | None, typer.Option(min=1, help="Largest chunk of an array on disk, bytes.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Tensors in work at once.")] = None,
+    distributed: Annotated[
+        str | None,
+        typer.Option(help="One of several processes: INDEX/COUNT, or auto on TPU pods, GKE, Slurm, Open MPI."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
     """Hugging Face to Orbax, bit for bit, in bounded memory. A killed run resumes when started again."""
-    from .convert import hub, memory, pipeline, record
+    from .convert import hosts, hub, memory, pipeline, record
 
     memory.keep_freed_memory()
     options = {"chunk_bytes": chunk_bytes} if chunk_bytes else {}
@@ -353,6 +357,7 @@ def hf2orbax(
         compression=compression,
         workers=workers,
         quiet=quiet,
+        processes=hosts.which(distributed),
         **options,
     )
     typer.echo(record.summary(done))
@@ -377,10 +382,14 @@ def core2orbax(
     compression: Annotated[str, typer.Option(help="none or zstd.")] = "none",
     chunk_bytes: Annotated[int | None, typer.Option(min=1, help="Largest chunk of an array on disk, bytes.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Tensors in work at once.")] = None,
+    distributed: Annotated[
+        str | None,
+        typer.Option(help="One of several processes: INDEX/COUNT, or auto on TPU pods, GKE, Slurm, Open MPI."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
     """AI2's own distributed checkpoint to Orbax, without torch, without a hop through Hugging Face."""
-    from .convert import memory, pipeline, record
+    from .convert import hosts, memory, pipeline, record
 
     memory.keep_freed_memory()
     options = {"chunk_bytes": chunk_bytes} if chunk_bytes else {}
@@ -398,6 +407,7 @@ def core2orbax(
         compression=compression,
         workers=workers,
         quiet=quiet,
+        processes=hosts.which(distributed),
         **options,
     )
     typer.echo(record.summary(done))

@@ -56,12 +56,15 @@ def chunk_shape(shape: tuple[int, ...], axis: int, itemsize: int, chunk_bytes: i
 
 
 class TreeWriter:
-    """Writes the arrays of one item. Each `write` returns when the bytes are in the store and the store is consistent."""
+    """Writes the arrays of one item. Each `write` returns when the bytes are in the store and the store is consistent.
 
-    def __init__(self, item: Path, compression: str = "none", threads: int = 2):
+    store: a folder below the item that takes the arrays until `merge`: several processes do not wait for each other's commits.
+    """
+
+    def __init__(self, item: Path, compression: str = "none", threads: int = 2, store: str = ""):
         import tensorstore as ts
 
-        self.item = item
+        self.item, self.store = item, store
         self.prepared: list[str] = []
         self.codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
         if compression == "zstd":
@@ -80,12 +83,7 @@ class TreeWriter:
         """How a leaf lies in the store."""
         return {
             "driver": "zarr3",
-            "kvstore": {
-                "driver": "ocdbt",
-                "base": f"file://{self.item}/",
-                "path": f"{leaf.path.replace('/', '.')}/",
-                "config": {"max_inline_value_bytes": 1024, "compression": {"id": "zstd"}},
-            },
+            "kvstore": {**self._kvstore(self.store), "path": f"{leaf.path.replace('/', '.')}/"},
             "metadata": {
                 "shape": list(leaf.shape),
                 "data_type": leaf.dtype.name,
@@ -120,6 +118,25 @@ class TreeWriter:
     def write(self, leaf: Leaf, values: np.ndarray) -> None:
         """A small leaf, whole."""
         self.create(leaf).write(values).result()
+
+    def merge(self, stores: Mapping[str, Iterable[str]]) -> None:
+        """Take arrays over, by store and path, in that order. Only references are copied: their data stays where it is."""
+        import tensorstore as ts
+
+        whole = ts.KvStore.open(self._kvstore(""), context=self._context).result()
+        for store, paths in stores.items():
+            part = ts.KvStore.open(self._kvstore(store), context=self._context).result()
+            with ts.Transaction(atomic=True) as transaction:
+                target = whole.with_transaction(transaction)
+                for prefix in sorted({f"{path.replace('/', '.')}/" for path in paths}):
+                    (part / prefix).experimental_copy_range_to(target / prefix).result()
+
+    def _kvstore(self, store: str) -> dict:
+        return {
+            "driver": "ocdbt",
+            "base": f"file://{self.item / store}/",
+            "config": {"max_inline_value_bytes": 1024, "compression": {"id": "zstd"}},
+        }
 
     def transaction(self):
         """Several leaves in one commit: pass it to `create`, write, then commit it."""

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ from . import maxtext
 from .carry import carried_files, copy_files, tokenizer_faults
 from .checkpoint import Source
 from .checksums import file_checksums, sha256_of_file
-from .compare import compare_moves
 from .copying import Move, copy_group, group_moves, plan_move, run_all
+from .hosts import Team
 from .hub import hub_id
 from .manifest import config_hash, make_manifest, write_manifest
 from .mapping import MAXTEXT_CYCLE, maxtext_place, weights
@@ -27,8 +28,9 @@ from .orbax_write import CHUNK_BYTES, COMPRESSION, OPTIMIZER, Leaf, TreeWriter, 
 from .progress import Progress
 from .record import ConversionRecord
 from .safetensors_io import DTYPES
+from .shares import help_convert, make_writers, read_back, share, watched
 from .sources import ORBAX_CONFIG, open_source
-from .staging import Staging, check_apart, clean_target
+from .staging import Staging, check_apart, clean_target, whole_job
 from .stream import check_streamable, copy_shards, hash_differences
 
 DTYPE_NAMES = {dtype.name: dtype for dtype in DTYPES.values()}
@@ -50,14 +52,18 @@ def hf2orbax(
     chunk_bytes: int = CHUNK_BYTES,
     workers: int | None = None,
     quiet: bool = False,
+    processes: tuple[int, int] = (0, 1),
     stream: bool = False,
 ) -> ConversionRecord:
     """Convert an HF folder, or a commit of the hub, to an Orbax tree, in slices: olmo_jax's, or one of MaxText's layouts.
 
     dtype is kept unless named (float32, bfloat16, float16). Raises BadInput listing all faults; then no target is left.
     A run that was killed resumes when called again with the same arguments. stream: keep one shard of the hub at a time,
-    beside the target, and none after.
+    beside the target, and none after. processes: which this is, and of how many that were started with the same arguments;
+    all must see the target's folder.
     """
+    if stream and processes[1] > 1:
+        raise BadInput("--stream is for one process: with --distributed each keeps the whole source in the hub's cache")
     if stream and hub_id(source) is None:
         raise BadInput(f"{source} is no hub id: --stream is for those, any other source is read where it lies")
     opened = open_source(source, allow_unknown_keys, headers_only=stream, quiet=quiet)
@@ -77,6 +83,7 @@ def hf2orbax(
         chunk_bytes=chunk_bytes,
         workers=workers,
         quiet=quiet,
+        processes=processes,
     )
 
 
@@ -96,6 +103,7 @@ def core2orbax(
     chunk_bytes: int = CHUNK_BYTES,
     workers: int | None = None,
     quiet: bool = False,
+    processes: tuple[int, int] = (0, 1),
 ) -> ConversionRecord:
     """Convert OLMo-core's distributed checkpoint directly, without torch and without running its pickles.
 
@@ -120,6 +128,7 @@ def core2orbax(
         chunk_bytes=chunk_bytes,
         workers=workers,
         quiet=quiet,
+        processes=processes,
     )
 
 
@@ -136,6 +145,7 @@ def convert(
     chunk_bytes: int,
     workers: int | None,
     quiet: bool,
+    processes: tuple[int, int],
     optimizer: bool = False,
     vocabulary: str | None = None,
 ) -> ConversionRecord:
@@ -159,24 +169,40 @@ def convert(
     started_ns, cpus = time.time_ns(), os.cpu_count() or 1
     workers = workers or max(1, min(cpus, MEMORY // (COPIES * max(chunk_bytes, 1))))
     before = _fingerprint(source, carried)
-    with Staging(target, job, overwrite=overwrite) as staging:
+
+    def check_at_rest() -> None:
+        if _fingerprint(source, carried) != before:
+            raise BadInput(f"{source.path} was changed while it was converted: start again when it is at rest")
+
+    team = Team(target, *processes)
+    if team.index:
+        options = {"compression": compression, "allow_nonfinite": allow_nonfinite}
+        options |= {"verify": verify, "workers": workers, "quiet": quiet}
+        helped = help_convert(team, source, moves, whole_job(job), check_at_rest, **options)
+        return _record(source, target, dtype, verify, notes, process=team.name, **helped)
+    with ExitStack() as stack:
+        try:
+            staging = stack.enter_context(Staging(target, job, overwrite=overwrite))
+        except BaseException as error:
+            team.refuse(error)
+            raise
+        stack.enter_context(team)
+        merge_stores(staging, moves, compression)  # of a run of several processes that was killed
         resumed = len(staging.finished)
         waiting = [move for move in moves if move.key not in staging.finished]
         held = source.hub.largest if source.shards_on_hub else 0
         staging.check_space(sum(move.leaf.nbytes for move in waiting) + held)
-        items = sorted({move.item for move in moves}, reverse=True)  # state first
-        writers = {item: TreeWriter(staging.folder / item, compression, cpus) for item in items}
-        for item, writer in writers.items():
-            writer.prepare(
-                {move.stored.path: move.stored for move in moves if move.shared and move.item == item}.values()
-            )
+        team.gather(staging.job, list(staging.finished))
+        waiting = share(waiting, team.index, team.count)
+        writers = make_writers(waiting if team.store else moves, staging.folder, team.store, compression)
         progress = Progress("writing", sum(move.tensor.nbytes for move in waiting), quiet)
 
         def copy(group: Sequence[Move]) -> list[dict]:
-            return copy_group(group, writers, allow_nonfinite, progress.add)
+            return copy_group(group, writers, allow_nonfinite, watched(team, progress))
 
         def record(move: Move, entry: dict) -> None:
-            staging.record(move.key, {**entry, "source_file": source.name_of(move.tensor.file)})
+            entry["source_file"] = source.name_of(move.tensor.file)
+            staging.record(move.key, {**entry, "store": team.store} if team.store else entry)
 
         def carry(group: Sequence[Move]) -> None:
             for move, entry in zip(group, copy(group), strict=True):
@@ -184,24 +210,32 @@ def convert(
 
         if source.shards_on_hub:
             more = {"verify": verify, "workers": workers, "quiet": quiet}
-            copy_shards(source, waiting, staging.folder, writers[items[0]], copy, record, **more)
+            copy_shards(source, waiting, staging.folder, writers[moves[0].item], copy, record, **more)
         else:
             run_all(group_moves(waiting), carry, workers)
-        for item, writer in writers.items():
-            finish_item(writer, [move.stored.path for move in moves if move.item == item], layout)
+        team.reached("written")
+        team.wait("written")
+        staging.take_journals()
+        merge_stores(staging, moves, compression)
+        items = sorted({move.item for move in moves}, reverse=True)
+        for item in items:
+            paths = [move.stored.path for move in moves if move.item == item]
+            finish_item(TreeWriter(staging.folder / item, compression), paths, layout)
         seconds, verify_seconds = progress.close(), 0.0
         peak = progress.peak_anonymous
-        if _fingerprint(source, carried) != before:
-            raise BadInput(f"{source.path} was changed while it was converted: start again when it is at rest")
+        check_at_rest()
         finish_step(staging.folder, items, started_ns, maxtext.step_metadata(layout))
         (staging.folder / ORBAX_CONFIG).write_text(json.dumps(to_hf(source.config), indent=2) + "\n", encoding="utf-8")
+        team.reached("merged")
         if verify:
-            reading = Progress("verifying", sum(move.tensor.nbytes for move in moves), quiet)
             if source.shards_on_hub:
+                reading = Progress("verifying", sum(move.tensor.nbytes for move in moves), quiet)
                 differences = hash_differences(staging.folder, moves, staging.finished, workers, reading.add)
             else:
-                differences = compare_moves(staging.folder, moves, workers, reading.add)
+                reading, differences = read_back(team, moves, staging.folder, workers, quiet)
             verify_seconds, peak = reading.close(), max(peak, reading.peak_anonymous)
+            team.reached("verified")
+            differences += [text for state in team.wait("verified") for text in state["differences"]]
             if differences:
                 raise BadInput(f"{target} was not written: what was read back is not what was meant", differences)
         copy_files(carried, staging.folder)
@@ -211,6 +245,24 @@ def convert(
         }
         write_manifest(staging.folder, _manifest(source, moves, staging.finished, job, verify, notes, beside))
         staging.publish()
+    return _record(
+        source,
+        target,
+        dtype,
+        verify,
+        notes,
+        moves=moves,
+        seconds=seconds,
+        verify_seconds=verify_seconds,
+        peak_memory=peak,
+        resumed=resumed,
+        process=team.name if team.count > 1 else "",
+    )
+
+
+def _record(
+    source: Source, target: Path, dtype: str | None, verified: bool, notes: Sequence[str], moves: Sequence[Move], **more
+) -> ConversionRecord:
     return ConversionRecord(
         source=source.name,
         target=target,
@@ -219,13 +271,23 @@ def convert(
         tensors=len(moves),
         bytes=sum(move.leaf.nbytes for move in moves),
         dtype=dtype or source.dtype_name,
-        seconds=seconds,
-        verify_seconds=verify_seconds,
-        peak_memory=peak,
-        verified=verify,
-        resumed=resumed,
-        notes=notes,
+        verified=verified,
+        notes=tuple(notes),
+        **more,
     )
+
+
+def merge_stores(staging: Staging, moves: Sequence[Move], compression: str) -> None:
+    """Bring into each item what processes of a run, this one or one that was killed, wrote into stores of their own."""
+    stores: dict[str, dict[str, list[str]]] = {}
+    for move in moves:
+        store = staging.finished.get(move.key, {}).get("store")
+        if store:
+            stores.setdefault(move.item, {}).setdefault(store, []).append(move.stored.path)
+    for item, found in stores.items():
+        TreeWriter(staging.folder / item, compression).merge(found)
+    if stores:
+        staging.note_merged()
 
 
 def plan(

@@ -25,13 +25,16 @@ class ConversionRecord:
     verified: bool
     resumed: int  # leaves that an earlier, killed run had finished
     notes: tuple[str, ...]
+    process: str = (
+        ""  # which one, where several convert: tensors, bytes, seconds and memory of 0 are of all it finished
+    )
 
 
 def summary(record: ConversionRecord) -> str:
     """A few lines: what was written, how fast, and whether it was read back."""
     rate = record.bytes / max(record.seconds, 1e-9)
     lines = [
-        f"{record.target}: {record.tensors} tensors, {in_bytes(record.bytes)}, {record.dtype}",
+        f"{record.process + ', ' if record.process else ''}{record.target}: {record.tensors} tensors, {in_bytes(record.bytes)}, {record.dtype}",
         f"source: {record.said}",
         f"written in {record.seconds:.1f} s ({in_bytes(rate)}/s), peak memory {in_bytes(record.peak_memory)}",
     ]

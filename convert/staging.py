@@ -17,6 +17,10 @@ from .orbax_io import local_path
 from .progress import in_bytes
 
 JOURNAL = "journal.jsonl"
+# TensorStore writes what becomes a file here first, and does not cut what a killed process left there: a manifest that is
+# shorter than that one would be spoilt by its end (0.1.86).
+LOCK = ".__lock"
+JOURNALS = "journal-*.jsonl"  # of the other processes of one conversion
 SPARE_BYTES = 64 << 20  # beside the arrays: metadata, manifest, tokenizer files, the store's own index
 
 
@@ -29,8 +33,7 @@ class Staging:
     def __init__(self, target: Path, job: dict, *, overwrite: bool = False):
         self.target = target
         self.folder, self.replaced = _siblings(target)
-        # Another version may lay out other bytes: its unfinished work does not mix with ours.
-        self.job, self.overwrite = {**job, "olmo-parity": versions().get("olmo-parity")}, overwrite
+        self.job, self.overwrite = whole_job(job), overwrite
         self._made: list[Path] = []  # folders above the target, innermost first
         self._keep = False  # the unfinished work, although the input is bad
         self.finished: dict[str, dict] = {}
@@ -67,6 +70,17 @@ class Staging:
             self.finished[key] = entry
             self._journal.write(json.dumps({"leaf": key, **entry}) + "\n")
             self._journal.flush()
+
+    def take_journals(self) -> None:
+        """Note what other processes of this run have finished, which their own journals say."""
+        self._take_journals()
+        self._write_journal()
+
+    def note_merged(self) -> None:
+        """All finished leaves are in their item now, none in a store of the process that wrote it."""
+        for entry in self.finished.values():
+            entry.pop("store", None)
+        self._write_journal()
 
     def publish(self) -> None:
         """Rename the finished folder to the target; an old target goes away only after the new one is in place."""
@@ -161,22 +175,42 @@ class Staging:
             self._handle = None
 
     def _read_journal(self) -> None:
-        file = self.folder / JOURNAL
-        lines = _whole_lines(file)
+        lines = _whole_lines(self.folder / JOURNAL)
         if lines:
             _compare_jobs(lines[0]["job"], self.job, self.folder)
             self.finished = {line.pop("leaf"): line for line in lines[1:]}
+            self._take_journals()
+            for left in self.folder.rglob(f"*{LOCK}"):
+                left.unlink()
         elif any(self.folder.iterdir()):
             # Killed before its journal had a line, or after it was taken away: nothing in it counts.
             known = {JOURNAL, f"{JOURNAL}.new", MANIFEST}
             if not any((self.folder / name).is_file() for name in known):
                 raise BadInput(f"{self.folder} is in the way, and no conversion wrote it: move it away")
             _empty(self.folder)
+        self._write_journal()
+
+    def _take_journals(self) -> None:
+        for file in sorted(self.folder.glob(JOURNALS)):
+            self.finished |= {line.pop("leaf"): line for line in _whole_lines(file)[1:]}
+
+    def _write_journal(self) -> None:
+        """All of it anew: this also drops a last line that was cut, and the journals that were taken in."""
+        if self._journal:
+            self._journal.close()
+        taken = sorted(self.folder.glob(JOURNALS))
         content = [json.dumps({"job": self.job})] + [json.dumps({"leaf": k, **v}) for k, v in self.finished.items()]
         fresh = self.folder / f"{JOURNAL}.new"
         fresh.write_text("\n".join(content) + "\n", encoding="utf-8")
-        os.replace(fresh, file)  # also drops a last line that was cut
-        self._journal = file.open("a", encoding="utf-8")
+        os.replace(fresh, self.folder / JOURNAL)
+        for file in taken:
+            file.unlink()
+        self._journal = (self.folder / JOURNAL).open("a", encoding="utf-8")
+
+
+def whole_job(job: dict) -> dict:
+    """With the version: another one may lay out other bytes, and its unfinished work does not mix with ours."""
+    return {**job, "olmo-parity": versions().get("olmo-parity")}
 
 
 def check_apart(source: Path, target: Path) -> None:
@@ -219,6 +253,11 @@ def _check_target(target: Path, overwrite: bool) -> None:
         )
     if not ours:
         raise BadInput(f"{target} exists and holds no checkpoint that a conversion wrote: it is not replaced")
+
+
+def working_folder(target: Path) -> Path:
+    """Where a conversion into target works until it is whole."""
+    return _siblings(target)[0]
 
 
 def _siblings(target: Path) -> tuple[Path, Path]:

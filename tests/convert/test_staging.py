@@ -50,6 +50,19 @@ def small(tmp_path_factory):
     return write_hf(tmp_path_factory.mktemp("small") / "hf", tensors, config), tensors, from_hf(config)
 
 
+def test_the_stores_lock_files_of_a_killed_process_are_removed(small, tmp_path, monkeypatch):
+    """TensorStore writes its next manifest over the longer one that was left there, and the end of that one stays."""
+    source, tensors, config = small
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pipeline, "finish_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        hf2orbax(source, tmp_path / "0", quiet=True)
+    left = tmp_path / ".0.converting" / "state" / "manifest.ocdbt.__lock"
+    left.write_bytes(b"a longer one" * 1000)
+    monkeypatch.setattr(pipeline, "make_writers", lambda *_: pytest.fail("still there") if left.exists() else {})
+    assert hf2orbax(source, tmp_path / "0", quiet=True).resumed == 25
+    assert_holds(read_tree(tmp_path / "0"), tensors, config)
+
+
 def test_a_run_killed_again_and_again_resumes_and_ends_in_the_same_tensors(small, tmp_path):
     source, tensors, config = small
     rng, kills, resumed = random.Random(0), 0, []

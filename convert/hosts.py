@@ -22,6 +22,7 @@ from ..olmo_jax.errors import BadInput
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 120.0  # without a sign of life: network file systems may show another host's writes a minute late
+REFUSAL_BEATS = 10
 START_SECONDS = 600.0  # for all to come: each may have to fetch a source first
 KEPT = "what is finished is kept: run the same command on every host again to go on"
 START, REFUSED = "start.json", "refused.json"
@@ -106,7 +107,7 @@ class Team:
             self._thread.join()
         if error is None:
             self._say("left" if self.index else "published")
-        else:
+        elif self.run:  # else nobody has heard of this process
             bad_input = isinstance(error, BadInput)
             self._say("failed", why=_why(error), faults=list(error.faults) if bad_input else [], input=bad_input)
         if self.index == 0:
@@ -115,10 +116,15 @@ class Team:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def refuse(self, error: BaseException) -> None:
-        """Process 0 could not begin: say so to those that wait for it."""
-        if self.count > 1:
+        """Process 0 could not begin: say so to those that wait for it, for a moment."""
+        if self.count == 1 or not self.target.parent.is_dir():
+            return
+        with contextlib.suppress(OSError):  # the error itself matters more
             self.folder.mkdir(exist_ok=True)
             self._write(REFUSED, {"me": self._me, "why": _why(error)})
+            time.sleep(REFUSAL_BEATS * BEAT_SECONDS)
+            (self.folder / REFUSED).unlink()
+            self.folder.rmdir()  # only where it is empty: it may be that of a run that goes on
 
     def gather(self, job: dict, finished: Sequence[str]) -> None:
         """Process 0: wait until all others are there, with the same job, and tell them what is finished already."""
@@ -149,7 +155,7 @@ class Team:
         def admitted() -> bool:
             refusal = self._read(REFUSED)
             if refusal and refusal != self._old[REFUSED]:
-                raise self._lost(f"process 0 did not begin: {refusal['why']}")
+                raise BadInput(f"process 0 did not begin: {refusal['why']}")
             leader = self._look(0)
             if leader.get("phase") == "failed" and leader != self._old["0.json"]:
                 raise self._failure(0, leader)
@@ -201,8 +207,10 @@ class Team:
                 self._trouble = self._trouble or error
             for i in others:
                 state = self._look(i)
-                silent = time.monotonic() - self._seen[i][1]
-                if state.get("phase") == "failed":
+                silent = self._silent(i)
+                if state.get("run", self.run) != self.run:
+                    self._trouble = self._trouble or self._lost("another run of this conversion was started meanwhile")
+                elif state.get("phase") == "failed":
                     self._trouble = self._trouble or self._failure(i, state)
                 elif silent > LOST_SECONDS and state.get("phase") not in (*ENDED, "published"):
                     who = f"process {i} of {self.count} (pid {state.get('pid')} on {state.get('host')})"
@@ -225,21 +233,26 @@ class Team:
 
     def _joined(self, index: int) -> bool:
         state = self._look(index)
-        if state.get("run") == self.run and state.get("phase") == "failed":
+        if state.get("phase") == "failed":
             raise self._failure(index, state)
-        return state.get("run") == self.run and state.get("phase") == "joined"
+        return state.get("phase") == "joined"
 
     def _at(self, index: int, phase: str) -> bool:
         state = self._look(index)
-        return state.get("phase") in PHASES[PHASES.index(phase) :]
+        return state.get("run") == self.run and state.get("phase") in PHASES[PHASES.index(phase) :]
 
     def _ended(self, index: int) -> bool:
-        state = self._look(index)
-        return state.get("run") != self.run or state.get("phase") in ENDED
+        return self._look(index).get("phase") in ENDED or self._silent(index) > LOST_SECONDS
+
+    def _silent(self, index: int) -> float:
+        """Seconds since another process was last heard of; 0 where it never was."""
+        return time.monotonic() - self._seen[index][1] if index in self._seen else 0.0
 
     def _look(self, index: int) -> dict:
         """The last state of another process. A file that is just being written shows the one before."""
         state = self._read(f"{index}.json")
+        if self.index == 0 and state.get("run") != self.run:
+            state = {}  # of a process that is left over from a run before
         with self._lock:
             before = self._seen.get(index, ({}, 0.0))
             if state and state != before[0]:

@@ -60,7 +60,7 @@ def run_steps(
         "device": device,
         "target": str(source.path),
         "allow_unknown_keys": list(source.config.allowed_unknown_keys),
-        "sequences": [{**vars(s), "tokens": s.tokens.tolist()} for s in sequences],
+        "sequences": [s.to_json() for s in sequences],
     }
     return run_children(__name__, folder, _alone(request), env, "the JAX side in its three optimizer steps")
 
@@ -203,10 +203,7 @@ def _steps(request: dict, folder: Path) -> dict:
 
     spec, recipe = request["spec"], _recipe(request)
     source = open_source(Path(request["target"]), allow_unknown_keys=tuple(request["allow_unknown_keys"]))
-    sequences = [
-        Sequence(**{**s, "tokens": np.asarray(s["tokens"], np.int32), "documents": tuple(s["documents"])})
-        for s in request["sequences"]
-    ]
+    sequences = [Sequence.from_json(s) for s in request["sequences"]]
     start = read_tree(source.path)
     parameters = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), start)
     backward = jax_backward(source.config, sequences, recipe.z_loss)

@@ -99,11 +99,76 @@ def test_the_launch_script_without_a_command_says_its_usage(tmp_path):
     assert done.returncode == 2 and "usage:" in done.stderr
 
 
-def shell_steps():
-    workflow = yaml.safe_load((EXAMPLES / "github-actions.yml").read_text())
-    steps = workflow["jobs"]["parity"]["steps"]
-    assert workflow[True] == ["pull_request"]  # YAML reads the key `on` as true
+def shell_steps(file="github-actions.yml", job="parity", event="pull_request"):
+    workflow = yaml.safe_load((EXAMPLES / file).read_text())
+    steps = workflow["jobs"][job]["steps"]
+    assert workflow[True] == [event]  # YAML reads the key `on` as true
     return [step for step in steps if "run" in step]
+
+
+def as_github(tmp_path, path):
+    """The steps of the launch workflow as GitHub runs them: none after one that failed, but those that always run."""
+    script(tmp_path / "launch.sh", "#!/bin/sh\ntouch trained\n")
+    code = 0
+    for step in shell_steps("github-launch.yml", "launch", "workflow_dispatch"):
+        if step["name"] != "Install" and (code == 0 or step.get("if") == "always()"):
+            variables = {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}
+            code = run(["bash", "-e", "-c", step["run"]], tmp_path, path, **variables).returncode or code
+    return code
+
+
+def as_slurm(tmp_path, path):
+    script(tmp_path / "bin" / "srun", '#!/bin/sh\nexec "$@"\n')
+    return run([EXAMPLES / "slurm.sh", "orbax/0", "touch", "trained"], tmp_path, path).returncode
+
+
+def as_kubernetes(tmp_path, path):
+    """The containers of the job as Kubernetes starts them: none after an init container that failed."""
+    script(tmp_path / "bin" / "python", "#!/bin/sh\ntouch trained\n")
+    pod = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    for container in [*pod["initContainers"], *pod["containers"]]:
+        variables = {variable["name"]: variable["value"] for variable in container["env"]}
+        code = run([*container["command"], *container["args"]], tmp_path, path, **variables).returncode
+        if code:
+            return code
+    return 0
+
+
+LAUNCHERS = [as_slurm, as_kubernetes, as_github]
+
+
+def launched(launcher, tmp_path, path):
+    """Exit code, whether training started, and the calls of olmo-parity in order."""
+    code = launcher(tmp_path, path)
+    calls = [line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()]
+    return code, (tmp_path / "trained").exists(), calls
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_behind_a_scheduler_training_starts_after_a_preflight_that_the_check_confirms(launcher, tmp_path, stand_in):
+    assert launched(launcher, tmp_path, stand_in(0, 0)) == (0, True, ["preflight", "check-report"])
+
+
+@pytest.mark.parametrize("code", [1, 2, 3])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_behind_a_scheduler_no_training_starts_where_preflight_does_not_pass(launcher, code, tmp_path, stand_in):
+    assert launched(launcher, tmp_path, stand_in(code, 0)) == (code, False, ["preflight"])
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_behind_a_scheduler_no_training_starts_where_the_check_says_no(launcher, tmp_path, stand_in):
+    assert launched(launcher, tmp_path, stand_in(0, 1)) == (1, False, ["preflight", "check-report"])
+
+
+def test_a_requeued_job_uses_a_report_that_still_holds(tmp_path, stand_in):
+    (tmp_path / "preflight-report.json").touch()
+    assert launched(as_slurm, tmp_path, stand_in(1, 0)) == (0, True, ["check-report"])
+
+
+def test_the_slurm_script_without_a_command_says_its_usage(tmp_path):
+    done = run([EXAMPLES / "slurm.sh", "orbax/0"], tmp_path, tmp_path)
+    assert done.returncode == 2 and "usage:" in done.stderr
 
 
 def installed(folder):

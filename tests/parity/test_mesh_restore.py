@@ -186,20 +186,6 @@ def run(tree, **more):
     return record
 
 
-def test_a_right_tree_passes_on_eight_devices_and_on_the_two_of_a_restart(tree):
-    record = run(tree, mesh="fsdp=4,tensor=2")
-    assert record["verdict"] == "pass" and record["not_run"] == []
-    assert [m["axes"] for m in record["meshes"]] == [{"fsdp": 4, "tensor": 2}, {"fsdp": 1, "tensor": 2}]
-    assert [len(m["devices"]) for m in record["meshes"]] == [8, 2] and all(m["simulated"] for m in record["meshes"])
-    assert all(m["peak_memory"] > 50e6 for m in record["meshes"])
-    assert record["meshes"][0]["parameters_per_device"] < record["meshes"][1]["parameters_per_device"]
-    names = [c["name"] for c in record["criteria"]]
-    assert sum(name.startswith("what the first mesh saved, onto fsdp=1,tensor=2") for name in names) == 4
-    deltas = [c for c in record["criteria"] if c["name"].endswith("max |delta logit| / spread")]
-    assert len(deltas) == 2 and all(c["margin"] > 10 for c in deltas)
-    assert "simulated devices" in record["said"][0] and "peak memory" in record["said"][1]
-
-
 RESTORES = """
 import jax
 from pathlib import Path

@@ -1,6 +1,5 @@
 """The optimizer: right ones pass with room to spare, a wrong decay group, beta, epsilon or clip is caught and named."""
 
-import json
 from dataclasses import replace
 
 import jax
@@ -330,25 +329,6 @@ def quiet(_):
 
 def run(checkpoint, tree, **more):
     return step0.run_step0(Preflight(reference=checkpoint, candidate=tree, **more), quiet)
-
-
-def test_the_whole_stage_passes_a_right_conversion_with_room_to_spare(checkpoint, tree):
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    record = run(checkpoint, tree)
-    assert record["verdict"] == "pass" and record["not_run"] == []
-    criteria = {c["name"]: c for c in record["criteria"]}
-    for kind in ("first moment", "second moment", "update"):
-        worst = next(
-            c
-            for name, c in criteria.items()
-            if name.startswith(f"worst {kind} (model") or name.startswith(f"worst {kind} (lm")
-        )
-        assert worst["margin"] > 3, worst
-    assert all(f"loss difference / loss, step {t}" in criteria for t in (1, 2, 3))
-    assert {c["leg"] for c in record["criteria"]} == {"optimizer", "torch optimizer", "gradients", "three steps"}
-    assert len(record["steps"]["parameters"]) == 25 and not record["steps"]["unresolved"]
-    json.dumps(record)
 
 
 def test_the_users_own_function_is_what_is_tested_in_both_parts(checkpoint, tree, tmp_path, monkeypatch):

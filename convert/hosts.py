@@ -79,7 +79,7 @@ class Team:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         # What lies here already is from a run before this one.
-        self._old = {name: self._read(name) for name in (REFUSED, "0.json")}
+        self._old = {name: self._read(name) for name in (REFUSED, "0.json")} if index else {}
 
     @property
     def store(self) -> str:

@@ -187,7 +187,6 @@ def convert(
             team.refuse(error)
             raise
         stack.enter_context(team)
-        merge_stores(staging, moves, compression)  # of a run of several processes that was killed
         resumed = len(staging.finished)
         waiting = [move for move in moves if move.key not in staging.finished]
         held = source.hub.largest if source.shards_on_hub else 0
@@ -278,7 +277,10 @@ def _record(
 
 
 def merge_stores(staging: Staging, moves: Sequence[Move], compression: str) -> None:
-    """Bring into each item what processes of a run, this one or one that was killed, wrote into stores of their own."""
+    """Bring into each item what processes of a run, this one or one that was killed, wrote into stores of their own.
+
+    Chunks of leaves that a killed one did not finish may come along: they hold what this run wrote too.
+    """
     stores: dict[str, dict[str, list[str]]] = {}
     for move in moves:
         store = staging.finished.get(move.key, {}).get("store")

@@ -71,9 +71,8 @@ class Team:
         self.run = ""  # names this run: set by process 0
         self._me = uuid.uuid4().hex
         self._state: dict = {"me": self._me, "host": socket.gethostname(), "pid": os.getpid(), "beat": 0}
-        self._seen: dict[
-            int, tuple[dict, float]
-        ] = {}  # by process: its last state and when that changed, by this clock
+        # By process: its last state and when that changed, by this clock.
+        self._seen: dict[int, tuple[dict, float]] = {}
         self._trouble: Exception | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -105,6 +104,7 @@ class Team:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
+        ending = time.monotonic()
         if error is None:
             self._say("left" if self.index else "published")
         elif self.run:  # else nobody has heard of this process
@@ -112,7 +112,7 @@ class Team:
             self._say("failed", why=_why(error), faults=list(error.faults) if bad_input else [], input=bad_input)
         if self.index == 0:
             # The others stop at their next slice. Their work must have ended before the staging folder is given up.
-            self._until(lambda: all(self._ended(i) for i in range(1, self.count)), LOST_SECONDS)
+            self._until(lambda: all([self._ended(i, ending) for i in range(1, self.count)]), LOST_SECONDS)
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def refuse(self, error: BaseException) -> None:
@@ -241,8 +241,12 @@ class Team:
         state = self._look(index)
         return state.get("run") == self.run and state.get("phase") in PHASES[PHASES.index(phase) :]
 
-    def _ended(self, index: int) -> bool:
-        return self._look(index).get("phase") in ENDED or self._silent(index) > LOST_SECONDS
+    def _ended(self, index: int, since: float) -> bool:
+        """Whether process 0, which ends, need not wait for another one: one that has not come yet hears of it for a moment."""
+        state = self._look(index)
+        if not state:
+            return time.monotonic() - since > REFUSAL_BEATS * BEAT_SECONDS
+        return state["phase"] in ENDED or self._silent(index) > LOST_SECONDS
 
     def _silent(self, index: int) -> float:
         """Seconds since another process was last heard of; 0 where it never was."""

@@ -228,6 +228,15 @@ def test_where_process_0_is_refused_the_others_hear_why(eight, tmp_path, monkeyp
     assert not isinstance(together(2, hf2orbax, eight, tmp_path / "0", overwrite=True)[0], Exception)
 
 
+def test_a_full_disk_is_said_in_every_process_and_none_waits_for_long(eight, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("usage", (), {"free": 1000}))
+    monkeypatch.setattr(hosts, "LOST_SECONDS", 60.0)
+    since = time.monotonic()
+    ended = together(3, hf2orbax, eight, tmp_path / "run" / "0")
+    assert all("bytes are missing" in str(error) for error in ended), ended
+    assert time.monotonic() - since < 20 and not (tmp_path / "run").exists()
+
+
 def test_what_a_killed_run_left_is_not_taken_for_this_one(eight, tmp_path):
     """Its process 0 had got as far as to admit others, and one of them had written its last sign."""
     folder = tmp_path / ".0.hosts"

@@ -67,7 +67,7 @@ def run_step0(options: Preflight, say) -> dict:
             why_not = "the optimizer failed already, and --keep-going was not given"
         if not why_not:
             why_not = _room(reference, folder)
-        questions, left = [], []
+        questions, left, said = [], [], []
         if why_not:
             left.append(f"loss, gradients and three steps against torch: {why_not}")
         else:
@@ -78,11 +78,26 @@ def run_step0(options: Preflight, say) -> dict:
             coverage = gradients.gradient_coverage(trained)
             if not coverage["covered"] and coverage["what"] not in options.gate.accept_uncovered:
                 questions.append(coverage["detail"])
+            unresolved = more["steps"]["unresolved"]
+            if len(unresolved) == len(more["steps"]["parameters"]):
+                questions.append("every parameter's update is rounding noise: no limit fits any of them")
+            elif unresolved:
+                said.append(
+                    f"not judged, moved by rounding noise alone: {', '.join(unresolved[:3])}, {len(unresolved)} in all"
+                )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     advice = [line for leg, line in ADVICE.items() if _failed(criteria, leg)]
     return judged(
-        NAME, started, criteria, open_questions=questions, parts_not_run=left, where=where, advice=advice, **record
+        NAME,
+        started,
+        criteria,
+        open_questions=questions,
+        parts_not_run=left,
+        where=where,
+        advice=advice,
+        said=said,
+        **record,
     )
 
 

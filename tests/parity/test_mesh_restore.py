@@ -128,6 +128,12 @@ def test_one_wrong_leaf_is_caught_and_named(name, restored):
     assert set(found) == {kind}
 
 
+def test_zero_of_the_other_sign_differs_and_nan_equals_itself():
+    right = np.array([0.0, np.nan, 1.0], np.float32)
+    assert not mesh_leaves._differs(jnp.asarray(right), right)
+    assert "differs in 1 of 3" in mesh_leaves._differs(jnp.asarray(np.array([-0.0, np.nan, 1.0], np.float32)), right)
+
+
 def test_a_wider_dtype_that_holds_every_value_is_the_same(restored):
     assert not faults_of(restored, lambda f: f.update({path: x.astype(jnp.float32) for path, x in f.items()}))
 

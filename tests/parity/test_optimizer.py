@@ -376,12 +376,12 @@ def test_models_that_do_not_fit_leave_the_optimizer_to_be_judged(here, checkpoin
 
 
 def rows(error, noise=0.0):
-    kinds = dict.fromkeys(optimizer_steps.COMPARED, error)
+    def kinds(value):
+        return dict.fromkeys(optimizer_steps.COMPARED, value)
+
     steps = {"steps": [{"loss": 5.0, "global_norm": 1.0}] * 3, "settings": {}}
-    errors = {"a": kinds, "b": dict.fromkeys(kinds, 0.0)}
-    found = optimizer_steps.judge(
-        errors, {"a": dict.fromkeys(kinds, noise), "b": dict.fromkeys(kinds, 0.0)}, *[steps] * 3
-    )
+    errors, own = {"b": kinds(1e-5), "a": kinds(error)}, {"b": kinds(0.0), "a": kinds(noise)}
+    found = optimizer_steps.judge(errors, own, *[steps] * 3)
     return found, optimizer_steps.criteria(found)
 
 

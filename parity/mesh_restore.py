@@ -91,13 +91,10 @@ def run_restore(options: Preflight, say) -> dict:
 
 def meshes_of(text: str, restart: str | None) -> list[dict[str, int]]:
     """The mesh, and the one of the restart: by default a quarter of the devices, or as few as the axes can be divided to."""
-    faults: list[str] = []
-    axes = parse_mesh(text, faults)
-    other = parse_mesh(restart, faults) if restart else None
+    faults: list[str] = []  # what stands in parity.toml was checked when it was read
+    axes, other = parse_mesh(text, faults), parse_mesh(restart, faults) if restart else None
     if faults:
-        raise BadInput(
-            "the meshes of [preflight] cannot be used", [fault.replace("--mesh", "mesh") for fault in faults]
-        )
+        raise BadInput("the meshes of preflight cannot be used", faults)
     return [axes] + [m for m in [other or smaller(axes)] if m != axes]
 
 

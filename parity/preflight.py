@@ -12,6 +12,7 @@ from ..convert.manifest import MANIFEST
 from ..convert.sources import open_source
 from ..olmo_jax.errors import BadInput
 from . import gate, identity, sides
+from .import_check import check_imports
 from .legs import main_dtype
 from .preflight_options import STAGES, Preflight
 from .recorded import is_record
@@ -37,7 +38,7 @@ def run_preflight(options: Preflight, say: Say = lambda _: None) -> dict:
     """Run the stages in order and return the record of all of them.
 
     A stage that fails, or whose input cannot be used, is the last one unless options.keep_going; those after it say so.
-    Raises BadInput where neither side can be told.
+    Raises BadInput before the first one where there is no candidate, or a function that was named cannot be imported.
     """
     started = time.monotonic()
     wanted = options.only or tuple(STAGES)
@@ -45,6 +46,7 @@ def run_preflight(options: Preflight, say: Say = lambda _: None) -> dict:
         raise BadInput(
             "--candidate is wanted, as an option or in a parity.toml here or above (olmo-parity preflight -h)"
         )
+    check_imports({option: spec for name, (option, spec) in options.functions().items() if name in wanted})
     stages, stopped = [], ""
     for name in wanted:
         if stopped:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..olmo_jax.errors import BadInput
 from . import loader, settings
 from .adamw import Recipe
-from .devices import MESH_AXES
+from .devices import MESH_AXES, parse_mesh
 from .options import DEFAULTS, GateOptions
 
 SECTION = "preflight"
@@ -63,6 +63,17 @@ class Preflight:
     rules: Mapping[str, str] = field(default_factory=dict)  # over olmo_jax.sharding.RULES
     settings: settings.Settings = settings.Settings(None, {})  # for tables that belong to one stage
 
+    def functions(self) -> dict[str, tuple[str, str]]:
+        """The user's functions by the stage that calls them: (what named it, package.module:function)."""
+        table = self.settings.sections.get(SECTION, {}).get("loader", {})
+        found = {"step0": self.optimizer, "restore": self.restore, "loader": table.get("function")}
+        names = {
+            "step0": "[preflight] optimizer",
+            "restore": "[preflight] restore",
+            "loader": f"[{loader.SECTION}] function",
+        }
+        return {stage: (names[stage], spec) for stage, spec in found.items() if spec}
+
     @property
     def inputs(self) -> list[Path | None]:
         """Files that no report may overwrite."""
@@ -79,6 +90,7 @@ def choose(given: dict, found: settings.Settings) -> tuple[Preflight, dict[str, 
             near = difflib.get_close_matches(name, STAGES, n=1, cutoff=0)[0]
             raise BadInput(f"--only {name}: there is no such stage, was {near} meant? Known: {', '.join(STAGES)}")
     own = found.section(SECTION, KEYS) | {k: v for k, v in given.items() if k in KEYS}
+    _check_meshes(own)
     own["recipe"] = _recipe(found)
     own["rules"] = _rules(found)
     if own.pop("loader", None):  # its stage reads it when its turn comes
@@ -102,6 +114,15 @@ def _recipe(found: settings.Settings) -> Recipe:
     if faults:
         raise BadInput(f"[{SECTION}.recipe] in {found.file} cannot be used", faults)
     return recipe
+
+
+def _check_meshes(own: dict) -> None:
+    faults: list[str] = []
+    for key in ("mesh", "restart_mesh"):
+        if key in own:
+            parse_mesh(own[key], faults)
+    if faults:
+        raise BadInput("the meshes of preflight cannot be used", faults)
 
 
 def _rules(found: settings.Settings) -> dict[str, str]:

@@ -269,7 +269,7 @@ def test_the_restart_is_on_a_quarter_of_the_devices_where_nothing_else_is_named(
     assert mesh_restore.meshes_of("fsdp=1", None) == [{"fsdp": 1}]
     assert mesh_restore.meshes_of("fsdp=2", "tensor=2") == [{"fsdp": 2}, {"tensor": 2}]
     for text, restart in (("data=4", None), ("fsdp=4", "fsdp=0"), ("fsdp", None)):
-        with pytest.raises(BadInput, match="the meshes of .preflight. cannot be used"):
+        with pytest.raises(BadInput, match="the meshes of preflight cannot be used"):
             mesh_restore.meshes_of(text, restart)
 
 
@@ -282,5 +282,8 @@ def test_rules_come_from_parity_toml_and_are_checked(tmp_path):
     assert found.rules == {"norm": "fsdp", "vocab": "whole"} and (found.mesh, found.gate.mesh) == ("fsdp=2", "fsdp=8")
     with pytest.raises(BadInput, match=r"\[preflight.rules\][^$]*norm is 'data', one of fsdp, tensor, whole"):
         chosen('[preflight.rules]\nnorm = "data"\n')
+    for key in ("mesh", "restart_mesh"):
+        with pytest.raises(BadInput, match="'data=2' is not one of"):
+            chosen(f'[preflight]\n{key} = "data=2"\n')
     with pytest.raises(BadInput, match="unknown key 'norms'"):
         chosen('[preflight.rules]\nnorms = "fsdp"\n')

@@ -133,6 +133,18 @@ def test_without_a_candidate_there_is_nothing_to_judge():
         preflight.run_preflight(Preflight())
 
 
+def test_a_function_that_cannot_be_imported_is_said_before_the_first_stage_and_only_where_its_stage_runs(
+    staged, tmp_path, monkeypatch
+):
+    (tmp_path / "training.py").write_text("def make(rate, tree): ...\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match=r"\[preflight\] optimizer training:mke: .*has no mke; it has make"):
+        staged(lambda tree: Preflight(candidate=tree, optimizer="training:mke"))
+    with pytest.raises(BadInput, match=r"\[preflight\] restore trainin:make: no module trainin"):
+        staged(lambda tree: Preflight(candidate=tree, optimizer="training:make", restore="trainin:make"))
+    assert staged(lambda tree: Preflight(candidate=tree, restore="trainin:make", only=("weights",))).code == 0
+
+
 def weights_of(tree, **more):
     return preflight.run_weights(Preflight(candidate=tree, **more), print)
 

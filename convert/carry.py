@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,7 +29,7 @@ def carried_files(folder: Path) -> list[Path]:
 def copy_files(files: list[Path], target: Path) -> None:
     """Copy the contents (a hub cache holds symlinks)."""
     for file in files:
-        shutil.copyfile(file, target / file.name)
+        (target / file.name).write_bytes(file.read_bytes())
 
 
 def tokenizer_faults(files: list[Path], config: Olmo3Config) -> list[str]:

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from ..olmo_jax.errors import BadInput
+from .places import BucketPath, is_remote, shorter_than
 from .safetensors_io import naming, pread_into
 from .unpickle import METADATA_NAMES, TENSOR_NAMES, TRAINER_NAMES, unpickle
 
@@ -81,6 +82,7 @@ def read_metadata(folder: Path, faults: list[str]) -> dict[str, CoreTensor]:
     file = folder / METADATA
     metadata = unpickle(file.read_bytes(), METADATA_NAMES, str(file))
     try:
+        short = _short_objects(folder, metadata.storage_data.values()) if is_remote(folder) else {}
         placed = {}
         for index, info in metadata.storage_data.items():
             placed.setdefault(index.fqn, []).append((index, info))
@@ -88,7 +90,7 @@ def read_metadata(folder: Path, faults: list[str]) -> dict[str, CoreTensor]:
         for name, kind in metadata.state_dict_metadata.items():
             if not hasattr(kind, "chunks"):
                 continue
-            tensor = _tensor(folder, name, kind, placed.get(name, []), faults)
+            tensor = _tensor(folder, name, kind, placed.get(name, []), short, faults)
             if tensor:
                 tensors[name] = tensor
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
@@ -114,7 +116,9 @@ def trainer_position(step: Path) -> dict[str, object]:
     return position
 
 
-def _tensor(folder: Path, name: str, kind, placed: list, faults: list[str]) -> CoreTensor | None:
+def _tensor(
+    folder: Path, name: str, kind, placed: list, short: dict[BucketPath, int], faults: list[str]
+) -> CoreTensor | None:
     shape = tuple(int(n) for n in kind.size)
     properties = kind.properties
     dtype = properties.state[0] if isinstance(getattr(properties, "state", None), tuple) else properties.dtype
@@ -133,10 +137,10 @@ def _tensor(folder: Path, name: str, kind, placed: list, faults: list[str]) -> C
         if not file.is_file():
             faults.append(f"{file} does not exist, {name} lies in it")
             return None
-        if info.offset < 0 or info.length < 0 or info.offset + info.length > file.stat().st_size:
+        size = short.get(file, math.inf) if is_remote(file) else file.stat().st_size
+        if info.offset < 0 or info.length < 0 or info.offset + info.length > size:
             faults.append(
-                f"{file} is cut short: {name} takes bytes {info.offset} to {info.offset + info.length}, "
-                f"the file has {file.stat().st_size}"
+                f"{file} is cut short: {name} takes bytes {info.offset} to {info.offset + info.length}, the file has {size}"
             )
             return None
         chunks.append(Chunk(offsets, wanted.pop(offsets), file, info.offset, info.length))
@@ -152,6 +156,15 @@ def _tensor(folder: Path, name: str, kind, placed: list, faults: list[str]) -> C
         )
         return None
     return CoreTensor(name, str(dtype), shape, tuple(sorted(chunks, key=lambda c: c.offsets)))
+
+
+def _short_objects(folder: BucketPath, placed) -> dict[BucketPath, int]:
+    """Objects that are shorter than the metadata says: asked for together, since each takes a request."""
+    ends: dict[BucketPath, int] = {}
+    for info in placed:
+        file = folder / info.relative_path
+        ends[file] = max(ends.get(file, 0), info.offset + info.length)
+    return shorter_than({file: end for file, end in ends.items() if file.is_file() and end >= 0})
 
 
 def _inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:

@@ -24,6 +24,7 @@ from .mapping import weights
 from .orbax_io import TREE_FILE, TreeReader, open_item, resolve_tree
 from .orbax_write import Leaf
 from .pipeline import COPIES, MEMORY
+from .places import fingerprint, is_remote
 from .progress import Progress
 from .record import ConversionRecord
 from .safetensors_io import DTYPE_CODES
@@ -58,6 +59,11 @@ def orbax2hf(
     if opened.kind != "orbax":
         raise BadInput(f"{opened.said}: orbax2hf wants an Orbax tree")
     target = clean_target(target)
+    if is_remote(target):
+        raise BadInput(
+            f"{target}: orbax2hf writes safetensors to a local folder (a shard is put together in place, which a bucket cannot "
+            "do). Write it here, then copy it with aws s3 sync or gcloud storage rsync"
+        )
     check_apart(opened.path, target)
     carried = carried_files(opened.path)
     faults = tokenizer_faults(carried, opened.config)
@@ -196,4 +202,4 @@ def _read_back(folder: Path, source: Source, moves: Sequence[Move], workers: int
 
 def _fingerprint(item: Path, carried: Sequence[Path]) -> list[list]:
     files = [f for f in (item / TREE_FILE, item / "manifest.ocdbt") if f.exists()]
-    return [[str(f), str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in sorted([*files, *carried])]
+    return fingerprint([*files, *carried])

@@ -14,9 +14,11 @@ import numpy as np
 from ..olmo_jax.errors import BadInput
 from . import maxtext
 from .maxtext import MaxTextReader, is_maxtext
+from .places import BucketPath, array_context, is_remote, place, store_spec
 
 ITEM = "state"  # the item of OLMO_JAX_LAYOUT.md
-STEP_FILES = ("_CHECKPOINT_METADATA", "orbax.checkpoint", "commit_success.txt")
+MARKER = "commit_success.txt"
+STEP_FILES = ("_CHECKPOINT_METADATA", "orbax.checkpoint", MARKER)
 TREE_FILE = "_METADATA"
 
 
@@ -49,29 +51,23 @@ class LeafMetadata:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-def local_path(path: str | Path) -> Path:
-    """What a user named, with ~ filled in. Raises BadInput where no such name can be used."""
-    try:
-        found = Path(path).expanduser()
-        str(found).encode()
-    except RuntimeError:
-        raise BadInput(f"{path}: there is no home folder of that name. Write the path out") from None
-    except UnicodeEncodeError:  # TensorStore takes UTF-8 alone
-        raise BadInput(f"{path} is no valid UTF-8: rename it, or name a link to it") from None
-    return found
-
-
 def resolve_tree(path: str | Path, item: str = ITEM) -> Resolved:
     """The tree that a path names: a step folder, its parent (one step in it), or the item itself.
 
     Raises BadInput where nothing, or more than one thing, is meant.
     """
-    given = local_path(path)
+    given = place(path)
     if not given.exists():
-        raise BadInput(f"{given} does not exist")
+        more = f", or {given.bucket.right('list')} is missing: nothing is listed there" if is_remote(given) else ""
+        raise BadInput(f"{given} does not exist{more}")
     if not given.is_dir():
         raise BadInput(f"{given} is a file, a folder with an Orbax tree is wanted")
-    given = given.absolute()
+    found = _resolve(given.absolute(), item)
+    _check_marker(found)
+    return found
+
+
+def _resolve(given: Path | BucketPath, item: str) -> Resolved:
     if (given / TREE_FILE).is_file():
         if _is_step(given.parent):
             return Resolved(given.parent, given, f"{given} is the item of step folder {given.parent}")
@@ -87,7 +83,7 @@ def resolve_tree(path: str | Path, item: str = ITEM) -> Resolved:
     steps = [p for p in given.iterdir() if p.is_dir() and not p.name.startswith(".") and _items(p)]
     steps.sort(key=lambda p: (int(p.name) if p.name.isdigit() else -1, p.name))
     if len(steps) == 1:
-        inner = resolve_tree(steps[0], item)
+        inner = _resolve(steps[0], item)
         return Resolved(inner.step, inner.item, f"{given} holds one step, {steps[0].name}: it was taken")
     if steps:
         raise BadInput(f"{given} holds {len(steps)} steps ({', '.join(p.name for p in steps)}): name one of them")
@@ -96,6 +92,15 @@ def resolve_tree(path: str | Path, item: str = ITEM) -> Resolved:
     ]
     hint = f": only unfinished saves ({', '.join(unfinished[:3])})" if unfinished else ""
     raise BadInput(f"{given} holds no Orbax tree{hint}. A step folder holds {ITEM}/{TREE_FILE}")
+
+
+def _check_marker(found: Resolved) -> None:
+    """In a bucket nothing is renamed when it is finished: a tree there counts once its marker is written, as for Orbax."""
+    if is_remote(found.step) and not (found.step / MARKER).is_file():
+        raise BadInput(
+            f"{found.step} has no {MARKER}: the tree is unfinished (a run was killed, or is still writing). If it was copied "
+            "from a file system and is known to be whole, put an empty object of that name there"
+        )
 
 
 def is_tree(path: Path) -> bool:
@@ -171,17 +176,16 @@ class TreeReader:
     def _context(self):
         import tensorstore as ts
 
-        return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+        return ts.Context(array_context())
 
     def _start_open(self, keys: tuple[str, ...]):
         import tensorstore as ts
 
         name = ".".join(keys)
-        base = f"file://{self.item}/"
         if self.use_ocdbt:
-            kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+            kvstore = {"driver": "ocdbt", "base": store_spec(self.item), "path": f"{name}/"}
         else:
-            kvstore = {"driver": "file", "path": f"{self.item}/{name}/"}
+            kvstore = store_spec(self.item, name)
         spec = {"driver": self.driver, "kvstore": kvstore, "fill_missing_data_reads": False}
         return ts.open(spec, read=True, open=True, context=self._context)
 
@@ -237,7 +241,10 @@ def _is_step(folder: Path) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """TensorStore's own words without its source locations, which say nothing to a user."""
+    """TensorStore's own words without its source locations, which say nothing to a user, and without what a server sent."""
     return re.sub(
-        r"\s*\[(source locations|tensorstore_spec|transform|domain)=.*", "", str(error), flags=re.DOTALL
+        r"\s*\[(source locations|tensorstore_spec|transform|domain|http_\w+|curl_code)=.*",
+        "",
+        str(error),
+        flags=re.DOTALL,
     ).strip()

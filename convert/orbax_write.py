@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from ..olmo_jax.errors import BadInput
-from .orbax_io import TREE_FILE, first_line
+from .orbax_io import MARKER, TREE_FILE, first_line
+from .places import BucketPath, array_context, is_remote, store_spec
 
 CHUNK_BYTES = 64 << 20  # a restore of one shard reads whole chunks; four of these are in memory for each worker
 HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
@@ -70,14 +71,10 @@ class TreeWriter:
         if compression == "zstd":
             self.codecs.append({"name": "zstd", "configuration": {"level": ZSTD_LEVEL}})
         self.codecs.append({"name": "crc32c"})  # a flipped bit fails the read instead of changing a weight
-        self._context = ts.Context(
-            {
-                "cache_pool": {"total_bytes_limit": 0},
-                "data_copy_concurrency": {"limit": threads},
-                "file_io_concurrency": {"limit": max(threads, 4)},
-            }
-        )
-        item.mkdir(parents=True, exist_ok=True)
+        limits = {"data_copy_concurrency": {"limit": threads}, "file_io_concurrency": {"limit": max(threads, 4)}}
+        self._context = ts.Context(array_context(**limits))
+        if not is_remote(item):
+            item.mkdir(parents=True, exist_ok=True)
 
     def spec(self, leaf: Leaf) -> dict:
         """How a leaf lies in the store."""
@@ -134,7 +131,7 @@ class TreeWriter:
     def _kvstore(self, store: str) -> dict:
         return {
             "driver": "ocdbt",
-            "base": f"file://{self.item / store}/",
+            "base": store_spec(self.item, store),
             "config": {"max_inline_value_bytes": 1024, "compression": {"id": "zstd"}},
         }
 
@@ -182,7 +179,7 @@ def store_errors(item: Path) -> Iterator[None]:
 
 
 def finish_step(step: Path, items: Iterable[str], started_ns: int, custom: Mapping[str, object]) -> None:
-    """Write what makes a folder a finished Orbax step: its items, and the marker that readers of object stores look for.
+    """Write what makes a folder an Orbax step: its items, and outside buckets the marker, which is Orbax's on file systems too.
 
     custom: Orbax's custom_metadata, for whoever wrote the tree's reader.
     """
@@ -196,4 +193,11 @@ def finish_step(step: Path, items: Iterable[str], started_ns: int, custom: Mappi
     }
     (step / "_CHECKPOINT_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
     (step / "orbax.checkpoint").write_bytes(b"")
-    (step / "commit_success.txt").write_text("Checkpoint commit was successful", encoding="utf-8")
+    if not is_remote(step):
+        write_markers(step, ())
+
+
+def write_markers(step: Path | BucketPath, items: Iterable[str]) -> None:
+    """Say that a step is whole. In a bucket Orbax asks each item too; the step's own marker comes last."""
+    for folder in [*(step / item for item in sorted(items)), step]:
+        (folder / MARKER).write_text("Checkpoint commit was successful", encoding="utf-8")

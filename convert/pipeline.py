@@ -14,6 +14,7 @@ import numpy as np
 from ..olmo_jax.config_hf import to_hf
 from ..olmo_jax.errors import BadInput
 from . import maxtext
+from .bucket_staging import BucketStaging
 from .carry import carried_files, copy_files, tokenizer_faults
 from .checkpoint import Source
 from .checksums import file_checksums, sha256_of_file
@@ -25,6 +26,7 @@ from .mapping import MAXTEXT_CYCLE, maxtext_place, weights
 from .maxtext import OLMO_JAX
 from .orbax_io import STEP_FILES
 from .orbax_write import CHUNK_BYTES, COMPRESSION, OPTIMIZER, Leaf, TreeWriter, finish_step
+from .places import BucketPath, fingerprint, is_remote
 from .progress import Progress
 from .record import ConversionRecord
 from .safetensors_io import DTYPES
@@ -134,7 +136,7 @@ def core2orbax(
 
 def convert(
     source: Source,
-    target: Path,
+    target: Path | BucketPath,
     *,
     dtype: str | None,
     verify: bool,
@@ -174,6 +176,11 @@ def convert(
         if _fingerprint(source, carried) != before:
             raise BadInput(f"{source.path} was changed while it was converted: start again when it is at rest")
 
+    if is_remote(target) and processes[1] > 1:
+        raise BadInput(
+            f"{target}: several processes meet in a folder beside the target, which all must see, and a bucket has none. Convert "
+            "into a bucket without --distributed"
+        )
     team = Team(target, *processes)
     if team.index:
         options = {"compression": compression, "allow_nonfinite": allow_nonfinite}
@@ -182,7 +189,9 @@ def convert(
         return _record(source, target, dtype, verify, notes, process=team.name, **helped)
     with ExitStack() as stack:
         try:
-            staging = stack.enter_context(Staging(target, job, overwrite=overwrite))
+            staging = stack.enter_context(
+                (BucketStaging if is_remote(target) else Staging)(target, job, overwrite=overwrite)
+            )
         except BaseException as error:
             team.refuse(error)
             raise
@@ -239,7 +248,8 @@ def convert(
                 raise BadInput(f"{target} was not written: what was read back is not what was meant", differences)
         copy_files(carried, staging.folder)
         beside = {
-            "tree_files": file_checksums(staging.folder, [*items, *STEP_FILES], workers),
+            # What lies in a bucket is not read a third time: its arrays have hashes, and each chunk a crc32c.
+            "tree_files": [] if is_remote(target) else file_checksums(staging.folder, [*items, *STEP_FILES], workers),
             "carried": [{"file": file.name, "sha256": sha256_of_file(file)} for file in carried],
         }
         write_manifest(staging.folder, _manifest(source, moves, staging.finished, job, verify, notes, beside))
@@ -358,7 +368,7 @@ def _fingerprint(source: Source, carried: Sequence[Path]) -> list[list]:
     if source.shards_on_hub:
         return source.hub.identity()  # a commit does not change
     files = {file for tensor in source.tensors.values() for file in tensor.files or (tensor.file,)} | set(carried)
-    return [[str(f), str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(files)]
+    return fingerprint(files)
 
 
 def _manifest(

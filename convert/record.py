@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from .places import BucketPath
 from .progress import in_bytes
 
 
@@ -13,7 +14,7 @@ class ConversionRecord:
     """What a conversion did. bytes are of the target's arrays; peak_memory is anonymous memory in bytes."""
 
     source: str  # the folder, or the commit on the hub
-    target: Path
+    target: Path | BucketPath
     kind: str  # of the source: hf, core or orbax
     said: str  # which folder was taken as the source, and why
     tensors: int

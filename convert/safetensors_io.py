@@ -13,6 +13,8 @@ from pathlib import Path, PurePosixPath
 import ml_dtypes
 import numpy as np
 
+from .places import is_remote
+
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 # Bits of the dtypes that are recognised but not converted, so that a header's sizes can be checked all the same.
@@ -130,6 +132,9 @@ def read_rows(entry: Entry, dtype: np.dtype, start: int, stop: int) -> np.ndarra
 def pread_into(file: Path, offset: int, out: np.ndarray) -> None:
     """Fill out (bytes) from the file. Raises OSError naming the file where it ends early."""
     view = memoryview(out)
+    if is_remote(file):
+        view[:] = file.read_span(offset, offset + len(view))
+        return
     handle = os.open(file, os.O_RDONLY)
     try:
         with naming(file):

@@ -16,6 +16,7 @@ from .hub import HubId, hub_id, revision_of, training_start_note
 from .layout import transposed
 from .mapping import TRANSPOSED, weights
 from .maxtext import MaxTextReader
+from .places import is_remote, place
 from .safetensors_io import DTYPE_CODES, DTYPES
 
 CONFIG = "config.json"
@@ -43,10 +44,12 @@ def open_source(
     wanted = hub_id(path)
     if wanted is not None:
         return _open_hub(wanted, allow_unknown_keys, strict, headers_only, quiet)
-    if "://" in str(path):
-        raise BadInput(f"{path} is not on this machine: remote stores are not read. Copy the folder here first")
-    given = orbax_io.local_path(path)
+    given = place(path)
     if not str(path).strip() or not given.exists():
+        if is_remote(given):
+            raise BadInput(
+                f"{given} does not exist, or {given.bucket.right('list')} is missing: nothing is listed there"
+            )
         raise BadInput(f"{str(path)!r} does not exist" if not given.is_symlink() else f"{given} is a dangling symlink")
     if not given.is_dir():
         raise BadInput(f"{given} is a file, a checkpoint folder is wanted: {given.parent}?")
@@ -136,7 +139,7 @@ def check_used(model_config: str | Path | None, *sources: Source) -> None:
 
 
 def _config_in(given: str | Path) -> Path:
-    path = orbax_io.local_path(given)
+    path = place(given)
     return path / CONFIG if path.is_dir() else path
 
 

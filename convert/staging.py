@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
 from .manifest import MANIFEST, read_manifest, versions
-from .orbax_io import local_path
+from .places import BucketPath, is_remote, place
 from .progress import in_bytes
 
 JOURNAL = "journal.jsonl"
@@ -177,7 +177,7 @@ class Staging:
     def _read_journal(self) -> None:
         lines = _whole_lines(self.folder / JOURNAL)
         if lines:
-            _compare_jobs(lines[0]["job"], self.job, self.folder)
+            compare_jobs(lines[0]["job"], self.job, self.folder)
             self.finished = {line.pop("leaf"): line for line in lines[1:]}
             self._take_journals()
             for left in self.folder.rglob(f"*{LOCK}"):
@@ -215,23 +215,29 @@ def whole_job(job: dict) -> dict:
 
 def check_apart(source: Path, target: Path) -> None:
     """Refuse a target that is the source, lies in it, or holds it."""
+    if is_remote(source) != is_remote(target):
+        return
     try:
         a, b = source.resolve(), target.resolve()
     except RuntimeError as error:  # before Python 3.13
         raise BadInput(f"{target}: {error}") from None
     if a == b or a in b.parents or b in a.parents:
         raise BadInput(f"the target {target} and the source {source} lie in each other: name a folder of its own")
-    if a in _siblings(b):
+    if not is_remote(target) and a in _siblings(b):
         raise BadInput(
             f"{source} is where a conversion into {target} keeps its work: rename it, or name another target"
         )
 
 
-def clean_target(target: str | Path) -> Path:
-    """The target as an absolute path without a trailing slash."""
+def clean_target(target: str | Path) -> Path | BucketPath:
+    """The target as an absolute path without a trailing slash, or as a prefix of a bucket."""
     if not str(target).strip():
         raise BadInput("the target has no name")
-    path = Path(os.path.abspath(local_path(target)))
+    path = place(target)
+    if not is_remote(path):
+        path = Path(os.path.abspath(path))
+    elif not path.key:
+        raise BadInput(f"{path} is a whole bucket: name a folder in it")
     if path.parent == path:
         raise BadInput(f"{path} cannot be a target")
     return path
@@ -306,7 +312,8 @@ def _whole_lines(file: Path) -> list[dict]:
     return lines
 
 
-def _compare_jobs(before: dict, now: dict, folder: Path) -> None:
+def compare_jobs(before: dict, now: dict, folder: Path | str) -> None:
+    """Raise BadInput where unfinished work is that of another source or other options."""
     now = json.loads(json.dumps(now))
     changed = [
         f"{key}: was {_short(before.get(key))}, is {_short(now.get(key))}"

@@ -15,6 +15,8 @@ from .copying import Move, group_moves, run_all
 from .fit import UNCOMPARED
 from .orbax_io import open_item
 from .orbax_write import TreeWriter
+from .places import BucketPath, is_remote
+from .progress import in_bytes
 
 ROOM = "shards"  # in the staging folder: where a shard lies while it is here
 
@@ -40,7 +42,8 @@ def copy_shards(
 ) -> None:
     """Carry moves over, shard by shard. copy writes a group of moves and returns their manifest entries; record notes one
     as finished, which with verify is after it was read back and compared with its shard."""
-    shutil.rmtree(step / ROOM, ignore_errors=True)  # of a run that was killed: also where no shard is wanted any more
+    room = _room(source, step)
+    shutil.rmtree(room, ignore_errors=True)  # of a run that was killed: also where no shard is wanted any more
     shards: dict[Path, list[Move]] = {}
     for move in moves:
         shards.setdefault(move.tensor.file, []).append(move)
@@ -51,7 +54,7 @@ def copy_shards(
             for move, entry in zip(group, copy(group), strict=True):
                 entries[move.key] = entry
 
-        with source.hub.holding(file, step / ROOM, quiet):
+        with source.hub.holding(file, room, quiet):
             run_all(group_moves(part), carry, workers)
             if verify:
                 # So that a reader sees these, and of stacks what other shards hold: no other leaf is there yet.
@@ -61,6 +64,20 @@ def copy_shards(
                     raise BadInput("what was read back is not what was meant", differences)
         for move in part:
             record(move, entries[move.key])
+
+
+def _room(source: Source, step: Path | BucketPath) -> Path:
+    """Where a shard lies while it is here: beside the tree, or in the folder for temporary files if that is in a bucket."""
+    if not is_remote(step):
+        return step / ROOM
+    room = source.hub.folder.parent / ROOM
+    free = shutil.disk_usage(room.parent).free
+    if free < source.hub.largest:
+        raise BadInput(
+            f"{room} has {in_bytes(free)} free, the largest shard takes {in_bytes(source.hub.largest)}: set TMPDIR to a "
+            "larger disk"
+        )
+    return room
 
 
 def hash_differences(

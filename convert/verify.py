@@ -22,8 +22,9 @@ from .copying import Move
 from .layout import cast
 from .manifest import MANIFEST, config_hash, read_manifest
 from .mapping import weights
-from .orbax_io import STEP_FILES, TreeReader, is_tree, local_path, open_item, resolve_tree
+from .orbax_io import STEP_FILES, TreeReader, is_tree, open_item, resolve_tree
 from .orbax_write import OPTIMIZER, Leaf
+from .places import place
 from .progress import Progress
 from .safetensors_io import DTYPES, list_folder, read_rows
 from .sources import CONFIG, ORBAX_CONFIG, check_used, open_source
@@ -120,7 +121,7 @@ def verify_manifest(target: str | Path, *, workers: int | None = None, quiet: bo
 
     An array whose bytes do not decode is a difference too, named like the others.
     """
-    folder = local_path(target)
+    folder = place(target)
     if (folder / CONFIG).is_file() and not is_tree(folder):
         return _verify_hf_manifest(folder.absolute(), workers or min(os.cpu_count() or 1, 4), quiet)
     resolved = resolve_tree(target)
@@ -133,7 +134,12 @@ def verify_manifest(target: str | Path, *, workers: int | None = None, quiet: bo
     listed = {entry["file"]: entry for entry in manifest["tree_files"]}
     _check_config(resolved.step / ORBAX_CONFIG, manifest, differences)
     names = [*items, *(name for name in STEP_FILES if (resolved.step / name).exists())]
-    _check_files(resolved.step, names, listed, workers, differences)
+    if listed:
+        _check_files(resolved.step, names, listed, workers, differences)
+    else:
+        notes.append(
+            "the files between the arrays were not compared: written to a bucket, the tree has no checksums of them"
+        )
     progress = Progress("verifying", total, quiet)
     for item in items:
         reader = open_item(resolved.step / item)

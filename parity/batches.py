@@ -205,7 +205,7 @@ def _encoder(tokenizer: Path | None, path: Path):
     except ImportError:
         raise BadInput(f"{path} holds text, and tokenizers is not installed: pip install tokenizers") from None
     try:
-        loaded = Tokenizer.from_file(str(tokenizer))
+        loaded = Tokenizer.from_str(tokenizer.read_text(encoding="utf-8"))
     except Exception as error:  # tokenizers raises bare Exception
         raise BadInput(f"{tokenizer} cannot be read as a tokenizer: {error}") from None
     loaded.no_truncation()

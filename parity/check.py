@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..convert import manifest
 from ..convert.orbax_io import is_tree, resolve_tree
+from ..convert.places import place
 from ..convert.sources import CONFIG, open_source, tree_config
 from ..olmo_jax.errors import BadInput
 from . import identity
@@ -270,7 +271,7 @@ def _check_target(record: dict, report: Path, target: Path) -> None:
 
 def _config_of(target: Path) -> tuple[str, Path]:
     """The form of a checkpoint and where its config lies, found without reading it."""
-    target = Path(target)
+    target = place(target)
     if not target.is_dir():
         raise BadInput(f"{target} is not a folder: a checkpoint is wanted")
     if (target / CONFIG).is_file() and not is_tree(target):

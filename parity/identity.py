@@ -76,7 +76,7 @@ def combined_hash(tensors: dict[str, tuple[str, tuple[int, ...], str]]) -> str:
 def file_hash(file: Path) -> str:
     """sha256 of a file's bytes."""
     try:
-        with open(file, "rb") as stream:
+        with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise BadInput(f"{file}: {error.strerror}") from None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..convert.orbax_io import is_tree, resolve_tree
+from ..convert.places import is_remote, place
 from ..convert.sources import CONFIG, ORBAX_CONFIG, tree_config
 from ..olmo_jax.errors import BadInput
 from .recorded import is_record
@@ -48,6 +49,10 @@ def applied(
         faults: list[str] = []
         sides = {"reference": reference, "candidate": candidate}
         for name, path in sides.items():
+            if path and is_remote(place(path)):
+                raise BadInput(
+                    f"--override puts links in the place of files, and {path} is in a bucket: copy it here first"
+                )
             home, file = _config_of(path) if path else (None, None)
             if file is not None:
                 sides[name] = _changed(home, file, overrides, Path(folder) / name, faults)

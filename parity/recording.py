@@ -25,7 +25,8 @@ def record_reference(
     `run_gate(target, candidate)` then needs no torch. Raises BadInput.
     """
     require_torch()
-    source = open_source(reference, allow_unknown_keys=options.allow_unknown_keys, quiet=False)
+    reference = sides.on_this_machine(reference, None, options)
+    source = open_source(reference, allow_unknown_keys=options.allow_unknown_keys)
     if source.kind != "hf":
         raise BadInput(f"{reference} is of the {source.kind} form; a Hugging Face folder is wanted")
     sequences = sides.sequences_of(source, source, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..convert import places
 from ..convert.hub import hub_id
 from ..convert.sources import open_source
 from ..olmo_jax.errors import BadInput
@@ -39,6 +40,10 @@ def open_sides(reference: Path, candidate: Path | None, options: GateOptions, pl
         )
     if cand and not function and cand.kind != "orbax":
         faults.append(f"--candidate {candidate} is of the {cand.kind} form; an Orbax tree is wanted")
+    if cand and places.is_remote(cand.path) and cand.path.bucket.scheme == "s3" and place.spread:
+        faults.append(
+            f"--candidate {candidate}: onto a mesh Orbax restores it, and Orbax reads no s3://. Copy it here first"
+        )
     if cand and ref.config.vocab_size != cand.config.vocab_size:
         faults.append(
             f"vocabularies differ: {ref.config.vocab_size} in the reference, {cand.config.vocab_size} in the candidate. "
@@ -54,6 +59,8 @@ def open_sides(reference: Path, candidate: Path | None, options: GateOptions, pl
 def on_this_machine(reference: Path | str, candidate: Path | None, options: GateOptions) -> Path:
     """The folder of a reference. One that is given as a hub id is fetched into the hub's cache, where transformers reads it."""
     if hub_id(reference) is None:
+        if places.is_remote(places.place(reference)):
+            raise BadInput(f"--reference {reference}: transformers reads local folders. Copy it here first")
         return Path(reference)
     require_torch()
     if candidate and not options.candidate_fn:  # its faults come before the download
@@ -90,7 +97,7 @@ def sequences_of(ref, cand, options: GateOptions) -> list[batches.Sequence]:
         return ref.sequences()
     found = [] if options.only_batch else batches.built_in(ref.config)
     if options.batch is not None:
-        beside = (Path(side.path) / "tokenizer.json" for side in (ref, cand) if side)
+        beside = (side.path / "tokenizer.json" for side in (ref, cand) if side)
         tokenizer = next((p for p in beside if p.is_file()), None)
         found += batches.read_prompts(options.batch, ref.config, tokenizer, options.max_tokens)
     return found

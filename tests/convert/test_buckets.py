@@ -133,6 +133,7 @@ def test_the_marker_is_the_last_object_and_the_items_have_theirs(local, s3, run)
     written = [line.removeprefix("PUT ") for line in s3.log if line.startswith("PUT ")]
     assert written[-2:] == ["run/0/state/commit_success.txt", MARKER]
     assert "run/0/manifest.json" in written[:-2]
+    assert written.count(MARKER) == 1  # and not before
 
 
 @pytest.mark.parametrize("form", ["hf", "core", "orbax"])

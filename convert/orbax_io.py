@@ -115,6 +115,7 @@ class TreeReader:
 
     def __init__(self, item: Path):
         self.item = item
+        self._store = store_spec(item)
         self.readable: dict[str, LeafMetadata] = {}  # after `leaves` was asked for: those that can be opened
         file = item / TREE_FILE
         try:
@@ -183,7 +184,7 @@ class TreeReader:
 
         name = ".".join(keys)
         if self.use_ocdbt:
-            kvstore = {"driver": "ocdbt", "base": store_spec(self.item), "path": f"{name}/"}
+            kvstore = {"driver": "ocdbt", "base": self._store, "path": f"{name}/"}
         else:
             kvstore = store_spec(self.item, name)
         spec = {"driver": self.driver, "kvstore": kvstore, "fill_missing_data_reads": False}

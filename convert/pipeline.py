@@ -26,7 +26,7 @@ from .mapping import MAXTEXT_CYCLE, maxtext_place, weights
 from .maxtext import OLMO_JAX
 from .orbax_io import STEP_FILES
 from .orbax_write import CHUNK_BYTES, COMPRESSION, OPTIMIZER, Leaf, TreeWriter, finish_step
-from .places import BucketPath, fingerprint, is_remote
+from .places import BucketPath, fingerprint, is_remote, store_spec
 from .progress import Progress
 from .record import ConversionRecord
 from .safetensors_io import DTYPES
@@ -361,6 +361,7 @@ def _check_options(source, target, carried, dtype, layout, compression, chunk_by
     if faults:
         raise BadInput(f"{source.path} cannot be converted", faults)
     check_apart(source.path, target)
+    store_spec(target)  # refuses a name that cannot be written to
 
 
 def _fingerprint(source: Source, carried: Sequence[Path]) -> list[list]:

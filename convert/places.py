@@ -61,10 +61,23 @@ def is_remote(path) -> bool:
 
 
 def store_spec(folder: Path | BucketPath, name: str = "") -> dict:
-    """The TensorStore key-value store of a folder, or of a folder in it."""
+    """The TensorStore key-value store of a folder, or of a folder in it. Raises BadInput where TensorStore would take another
+    folder than the one that is named.
+
+    Never a URL: in one, %20 is a space and what follows # or ? is cut off.
+    """
     if is_remote(folder):
         return folder.bucket.spec("/".join(filter(None, (folder.key, name))) + "/")
-    return {"driver": "file", "path": os.path.join(os.path.realpath(folder), name, "")}  # TensorStore refuses ..
+    path = os.path.realpath(folder) if ".." in folder.parts else str(folder.absolute())  # TensorStore refuses ..
+    if "\\" in path:
+        raise BadInput(
+            f"{path}: the store of arrays takes a backslash for a slash. Rename the folder, or name a link to it"
+        )
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise BadInput(f"{path!r} is no valid UTF-8: rename it, or name a link to it") from None
+    return {"driver": "file", "path": "/".join([path.rstrip("/"), *filter(None, [name]), ""])}
 
 
 def array_context(**more) -> dict:

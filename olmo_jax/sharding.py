@@ -63,6 +63,8 @@ def restore(path: str | Path, config: Olmo3Config, mesh: Mesh, *, rules: Mapping
         path = Path(path).absolute()
         if not path.is_dir():
             raise BadInput(f"{path} is not a folder")
+        if "\\" in str(path):  # Orbax's store takes it for a slash, and reads another folder
+            raise BadInput(f"{path} has a backslash in its name: rename the folder, or name a link to it")
     stored = flatten(ocp.metadata(path).metadata)
     wanted, placed = leaves(config), flatten(shardings(config, mesh, rules))
     # Before anything is read: Orbax itself would cut or pad a leaf to the shape that is asked for.

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from olmo_parity.olmo_jax.errors import BadInput
-from olmo_parity.olmo_jax.sharding import RULES, check_restored, shardings
+from olmo_parity.olmo_jax.sharding import RULES, check_restored, restore, shardings
 from olmo_parity.olmo_jax.tree import flatten, unflatten
 
 SCRIPT = """
@@ -124,3 +124,9 @@ def test_the_users_own_rules_and_mesh_axes_count(tiny_config):
 def test_a_mesh_with_explicit_axes_is_refused_with_the_way_out(tiny_config):
     with pytest.raises(BadInput, match="fsdp, tensor are not automatic.*axis_types"):
         shardings(tiny_config(), one_device_mesh(AxisType.Explicit, AxisType.Explicit))
+
+
+def test_a_folder_that_orbax_would_take_for_another_is_not_restored(tmp_path):
+    (tmp_path / "a\\b").mkdir()
+    with pytest.raises(BadInput, match="backslash"):
+        restore(tmp_path / "a\\b", None, None)

@@ -1,0 +1,97 @@
+"""The folder that a user names is the one that is read and written, whatever characters its name has."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import urllib.parse
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from olmo_parity.convert.export import orbax2hf
+from olmo_parity.convert.orbax_io import TreeReader, read_leaf
+from olmo_parity.convert.orbax_write import Leaf, TreeWriter
+from olmo_parity.convert.pipeline import hf2orbax
+from olmo_parity.convert.places import store_spec
+from olmo_parity.convert.verify import verify, verify_manifest
+from olmo_parity.olmo_jax.errors import BadInput
+
+from .conftest import random_tensors, tiny_config, write_hf
+
+BACKSLASH, BYTES = "a\\b", os.fsdecode(b"a\xff")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> list[Path]:
+    """Two checkpoints of one config with other weights."""
+    folder, config = tmp_path_factory.mktemp("places"), tiny_config(num_hidden_layers=1)
+    return [write_hf(folder / str(seed), random_tensors(config, seed=seed), config) for seed in (0, 1)]
+
+
+@pytest.mark.parametrize("name", ["x%20y", "x%2Fy", "x#y", "x?y", "100%", "%zz", "x%y z", "ü|'\"", "a:b@c"])
+def test_a_tree_is_written_to_and_read_from_the_folder_that_is_named(name, sources, tmp_path):
+    as_url = urllib.parse.unquote(name).partition("#")[0].partition("?")[0]
+    if as_url != name:
+        hf2orbax(sources[1], tmp_path / as_url / "0", quiet=True)
+    hf2orbax(sources[0], tmp_path / name / "0", verify=False, quiet=True)
+    assert verify(sources[0], tmp_path / name / "0", quiet=True).equal
+    assert not verify(sources[1], tmp_path / name / "0", quiet=True).equal
+    orbax2hf(tmp_path / name / "0", tmp_path / "hf", quiet=True)
+    assert verify(sources[0], tmp_path / "hf", quiet=True).equal
+
+
+def test_plain_arrays_outside_a_store_are_read_from_the_folder_that_is_named(tmp_path):
+    """Trees that were saved with use_ocdbt=False."""
+    import tensorstore as ts
+
+    item = tmp_path / "x%20y"
+    writer = TreeWriter(item)
+    for folder, value in ((item, 1.0), (tmp_path / "x y", 2.0)):
+        spec = writer.spec(Leaf("a", (2,), np.dtype(np.float32), (2,)))
+        spec["kvstore"] = {"driver": "file", "path": f"{folder}/a/"}
+        ts.open(spec, create=True).result().write(np.full(2, value, np.float32)).result()
+    writer.finish(["a"])
+    text = (item / "_METADATA").read_text()
+    (item / "_METADATA").write_text(text.replace('"use_ocdbt": true', '"use_ocdbt": false'))
+    assert read_leaf(item, "a").tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", [BACKSLASH, BYTES])
+def test_a_name_that_the_store_would_read_as_another_is_refused_before_anything_is_written(name, sources, tmp_path):
+    hf2orbax(sources[1], tmp_path / "a" / "b", quiet=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(BadInput, match="backslash|UTF-8"):
+        hf2orbax(sources[0], tmp_path / name, verify=False, quiet=True)
+    assert sorted(tmp_path.rglob("*")) == before
+    shutil.copytree(tmp_path / "a" / "b", tmp_path / name)
+    for read in (verify_manifest, lambda path, quiet: verify(sources[1], path, quiet=quiet), _reader):
+        with pytest.raises(BadInput, match="backslash|UTF-8"):
+            read(tmp_path / name, quiet=True)
+
+
+@pytest.mark.parametrize("name", [BACKSLASH, BYTES])
+def test_a_link_names_a_folder_whose_own_name_cannot_be_used(name, sources, tmp_path):
+    hf2orbax(sources[1], tmp_path / "a" / "b" / "0", quiet=True)
+    (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(name)
+    hf2orbax(sources[0], tmp_path / "link" / "0", quiet=True)
+    assert verify(sources[0], tmp_path / "link" / "0", quiet=True).equal
+    assert (tmp_path / name / "0" / "manifest.json").is_file()
+
+
+def test_a_working_folder_of_such_a_name_is_refused_too(sources, tmp_path, monkeypatch):
+    (tmp_path / BACKSLASH).mkdir()
+    monkeypatch.chdir(tmp_path / BACKSLASH)
+    with pytest.raises(BadInput, match="backslash"):
+        hf2orbax(sources[0], "0", quiet=True)
+
+
+def test_no_spec_of_a_folder_is_a_url(tmp_path):
+    assert store_spec(tmp_path / "a%20b", "c") == {"driver": "file", "path": f"{tmp_path}/a%20b/c/"}
+    assert store_spec(Path("/")) == {"driver": "file", "path": "/"}
+
+
+def _reader(path: Path, quiet: bool) -> TreeReader:
+    return TreeReader(path / "state")

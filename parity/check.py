@@ -51,12 +51,13 @@ class _No(Exception):
     """The report does not hold, and why."""
 
 
-def check_report(report: Path, target: Path, max_age: str | None = None) -> Answer:
+def check_report(report: Path, target: Path | str, max_age: str | None = None) -> Answer:
     """Does a report of the gate, or of preflight, hold for this checkpoint, now, with this code?
 
     All of the checkpoint's data is read and hashed; its manifest.json is not believed. Raises BadInput where the report
     or the checkpoint cannot be read.
     """
+    target = place(target)
     age = None if max_age is None else parse_age(max_age)
     whole = record = _read(report)
     try:
@@ -271,7 +272,6 @@ def _check_target(record: dict, report: Path, target: Path) -> None:
 
 def _config_of(target: Path) -> tuple[str, Path]:
     """The form of a checkpoint and where its config lies, found without reading it."""
-    target = place(target)
     if not target.is_dir():
         raise BadInput(f"{target} is not a folder: a checkpoint is wanted")
     if (target / CONFIG).is_file() and not is_tree(target):

@@ -181,7 +181,7 @@ def test_a_tree_without_its_marker_is_refused_by_every_reader(local, s3, tmp_pat
         "diff": lambda: diff(local, RUN, quiet=True),
         "orbax2hf": lambda: orbax2hf(RUN, tmp_path / "back", quiet=True),
         "gate": lambda: sides.open_sides(local, Path(RUN), GateOptions(), placement()),
-        "check-report": lambda: check._config_of(Path(RUN)),
+        "check-report": lambda: check._config_of(place(RUN)),
     }
     for name, read in readers.items():
         assert "the tree is unfinished" in said(read), name

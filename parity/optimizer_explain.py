@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from .adamw import FORMS, PUBLISHED, Form, Recipe, directions, global_norm
-from .optimizer_probe import LIMIT, Inputs, Outputs, expected
+from .optimizer_probe import Inputs, Outputs, expected, limit_of
 
 FITTED_LEAVES = 6  # leaves that hyperparameters are fitted to
 STARTS = tuple(10.0**k for k in range(-3, 7))  # times the recipe's epsilon
@@ -65,7 +65,7 @@ def _fit(given: Inputs, got: Outputs, recipe: Recipe) -> tuple[Recipe, list[str]
             key=lambda e: _size(residual(replace(recipe, epsilon=e), form)),
         )
         tried = _least_squares(residual, replace(recipe, epsilon=near), form)
-        if _size(residual(tried, form)) <= LIMIT and tried.epsilon <= 1:
+        if _size(residual(tried, form)) <= limit_of(recipe) and tried.epsilon <= 1:
             fits.append((tried, _changed(recipe, tried, form, largest)))
             if form is PUBLISHED:
                 break
@@ -150,7 +150,7 @@ def _decays(given: Inputs, got: Outputs, recipe: Recipe, rate: float) -> tuple[l
         decay = -float((half * p).sum() / (p * p).sum()) / rate
         if (
             np.linalg.norm(half + rate * decay * p) > 0.05 * np.linalg.norm(half)
-            and np.linalg.norm(half) > LIMIT * rate
+            and np.linalg.norm(half) > limit_of(recipe) * rate
         ):
             coupled.append(path)
         elif abs(decay - recipe.decay_of(path)) > SAME * max(recipe.weight_decay, 0.01):

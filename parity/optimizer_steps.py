@@ -22,7 +22,9 @@ MULTIPLE = 30  # of the parameter's own noise
 FLOORS = {  # relative L2
     "first moment": Limit(1e-3, "measured up to 6e-5; beta1 0.91 for 0.9 is 9e-2"),
     "second moment": Limit(1e-3, "measured up to 5e-5; beta2 0.999 for 0.95 is 1"),
-    "update": Limit(2e-3, "measured up to 6e-4; a decay on the embedding that should have none is 6e-3"),
+    "update": Limit(
+        2e-3, "measured up to 8e-4 (bench/optimizer_noise.py); a decay on the embedding that should have none is 6e-3"
+    ),
 }
 RESOLVED = 0.3  # a larger limit would pass an update that is another one
 

@@ -127,6 +127,7 @@ def test_a_right_optimizer_is_a_hundred_times_within_its_limits_and_its_moments_
     "recipe",
     [
         Recipe(beta2=0.999),
+        Recipe(beta2=0.9999),
         Recipe(clip=0.0),
         Recipe(epsilon=1e-6, weight_decay=0.0, no_decay=()),
         Recipe(no_decay=("embed_tokens", "scale", "lm_head"), learning_rate=1e-5),

@@ -163,7 +163,7 @@ def preflight(
     strict: Annotated[
         bool, typer.Option("--strict/--no-strict", help="Exit 3 where a stage, or a part of one, was not run.")
     ] = False,
-    reference: Annotated[Path | None, typer.Option(help="Hugging Face folder, or a record of one.")] = None,
+    reference: Annotated[Path | None, typer.Option(help="Hugging Face folder or hub id, or a record.")] = None,
     candidate: Annotated[Path | None, typer.Option(help="Orbax tree: what training will start from.")] = None,
     mesh: Annotated[str | None, typer.Option(help="fsdp=4,tensor=2: what training restores onto.")] = None,
     restart_mesh: Annotated[str | None, typer.Option(help="Of a restart; by default a quarter of the devices.")] = None,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..convert import places
 from ..convert.orbax_io import open_item, resolve_tree
 from ..convert.sources import ORBAX_CONFIG, Source, open_source
 from ..olmo_jax.errors import BadInput
@@ -47,6 +48,10 @@ def run_restore(options: Preflight, say) -> dict:
     source = open_source(options.candidate, options.gate.allow_unknown_keys)
     if source.kind != "orbax":
         raise BadInput(f"--candidate {options.candidate} is of the {source.kind} form, an Orbax tree is wanted")
+    if places.is_remote(source.path) and source.path.bucket.scheme == "s3" and options.restore is None:
+        raise BadInput(
+            f"--candidate {options.candidate}: onto a mesh Orbax restores it, and Orbax reads no s3://. Copy it here first"
+        )
     folder = Path(tempfile.mkdtemp(prefix="olmo-parity-"))
     try:
         left = _left_out(source, folder)
@@ -197,15 +202,15 @@ def _mesh(axes: dict[str, int]):
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes)), devices[0].platform == "cpu"
 
 
-def _restored(spec: str | None, path: str, source: Source, mesh, rules: dict):
+def _restored(spec: str | None, path, source: Source, mesh, rules: dict):
     """The tree by the user's function, or by ours."""
     from .candidate import on_mesh
 
     if spec is None:
-        return on_mesh(Path(path), source.config, mesh, rules)
+        return on_mesh(path, source.config, mesh, rules)
     function, _ = load(spec, OPTION)
     try:
-        return function(path, mesh)
+        return function(str(path), mesh)
     except Exception:
         lines = traceback.format_exc().strip().splitlines()[-LAST_LINES:]
         raise BadInput(f"{OPTION} {spec} raised for {path}\n" + "\n".join(lines)) from None
@@ -229,9 +234,9 @@ def _run(request: dict, folder: Path, index: int, address: str) -> dict:
     rules = {**RULES, **{name: None if axis == WHOLE else axis for name, axis in request["rules"].items()}}
     placed = shardings(source.config, mesh, rules) if spec is None or request["rules"] else None
     answer = {"restored": [], "logits": False, "axes": request["axes"], "simulated": simulated}
-    trees = {f"onto {_name(request['axes'])}": request["path"]}
+    trees = {f"onto {_name(request['axes'])}": source.path}
     if request["again"]:
-        trees[f"what the first mesh saved, onto {_name(request['axes'])}"] = request["again"]
+        trees[f"what the first mesh saved, onto {_name(request['axes'])}"] = Path(request["again"])
     tree = None
     for what, path in trees.items():
         got = _restored(spec, path, source, mesh, rules)
@@ -267,7 +272,7 @@ def _save(tree, source: Source, step: Path) -> None:
     step.parent.mkdir()
     checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler("state"))
     checkpointer.save(step, ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
-    shutil.copy(source.config_file, step / ORBAX_CONFIG)
+    (step / ORBAX_CONFIG).write_bytes(source.config_file.read_bytes())
 
 
 if __name__ == "__main__":

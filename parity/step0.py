@@ -11,7 +11,7 @@ from pathlib import Path
 from ..convert.mapping import weights
 from ..convert.sources import Source, open_source
 from ..olmo_jax.errors import BadInput
-from . import batches, gradients, optimizer_jax, optimizer_probe, optimizer_steps
+from . import batches, gradients, optimizer_jax, optimizer_probe, optimizer_steps, sides
 from .adamw import Recipe
 from .devices import Placement, placement
 from .gate import Criterion
@@ -108,7 +108,8 @@ def _sides(options: Preflight) -> tuple[object | None, Source | None, str]:
     if options.reference is not None and is_record(options.reference):
         reference, why_not = open_record(options.reference), "the reference is a record, which holds logits alone"
     elif options.reference is not None:
-        reference, why_not = open_source(options.reference, keys), ""
+        local = sides.on_this_machine(options.reference, options.candidate, options.gate)
+        reference, why_not = open_source(local, keys), ""
         if reference.kind != "hf":
             raise BadInput(
                 f"--reference {options.reference} is of the {reference.kind} form, a Hugging Face folder is wanted"

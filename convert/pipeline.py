@@ -21,6 +21,7 @@ from .checksums import file_checksums, sha256_of_file
 from .copying import Move, copy_group, group_moves, plan_move, run_all
 from .hosts import Team
 from .hub import hub_id
+from .hub_commit import offline
 from .manifest import config_hash, make_manifest, write_manifest
 from .mapping import MAXTEXT_CYCLE, maxtext_place, weights
 from .maxtext import OLMO_JAX
@@ -68,7 +69,8 @@ def hf2orbax(
         raise BadInput("--stream is for one process: with --distributed each keeps the whole source in the hub's cache")
     if stream and hub_id(source) is None:
         raise BadInput(f"{source} is no hub id: --stream is for those, any other source is read where it lies")
-    opened = open_source(source, allow_unknown_keys, headers_only=stream, quiet=quiet)
+    # Off the network there is nothing to stream: the shards are read from the cache, and are checked there first.
+    opened = open_source(source, allow_unknown_keys, headers_only=stream and not offline(), quiet=quiet)
     if opened.kind != "hf":
         raise BadInput(f"{opened.said}: hf2orbax wants an HF folder")
     if opened.shards_on_hub:

@@ -319,11 +319,15 @@ def test_off_the_network_the_cache_is_used(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     record = hf2orbax(STEP0, tmp_path / "1", quiet=True)
     assert FIRST in record.said and diff(tmp_path / "0", tmp_path / "1", quiet=True).equal
+    hf2orbax(STEP0, tmp_path / "streamed", stream=True, quiet=True)
+    assert diff(tmp_path / "0", tmp_path / "streamed", quiet=True).equal
     assert not hub.requests
     assert "is not in the cache" in said(inspect, f"{REPO}@stage1-step1000")
     blob = next(p.resolve() for p in (tmp_path / "cache").rglob(SHARDS[1]))
     blob.write_bytes(blob.read_bytes()[:-1] + b"!")
-    assert "the cache is damaged" in said(hf2orbax, STEP0, tmp_path / "2", quiet=True)
+    for stream in (False, True):
+        assert "the cache is damaged" in said(hf2orbax, STEP0, tmp_path / "2", stream=stream, quiet=True)
+        assert not (tmp_path / "2").exists()
 
 
 def test_a_branch_that_moved_gives_the_new_commit(hub, repository, tmp_path):

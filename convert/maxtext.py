@@ -17,6 +17,7 @@ from ..olmo_jax.errors import BadInput
 from .mapping import MAXTEXT_CYCLE, ROWS, SPLIT_AXIS, STACK_AXIS, Place, Row, join_heads, maxtext_place, weights
 
 if TYPE_CHECKING:
+    from .copying import Move
     from .orbax_io import LeafMetadata, TreeReader
 
 OLMO_JAX, SCANNED, UNSCANNED = "olmo_jax", "maxtext", "maxtext-unscanned"
@@ -138,6 +139,24 @@ def layout_faults(config: Olmo3Config, layout: str) -> list[str]:
     if odd:
         return [f"MaxText scans over blocks of {_pattern()}, and {odd}: {other}"]
     return []
+
+
+def stack_faults(moves: Sequence[Move]) -> list[str]:
+    """Stacked leaves whose layers would be stored in several dtypes: an array has one."""
+    stacks: dict[str, dict[str, list[str]]] = {}
+    for move in moves:
+        if move.shared:
+            stacks.setdefault(move.place.path, {}).setdefault(move.leaf.dtype.name, []).append(move.tensor.name)
+
+    def some(dtype: str, names: list[str]) -> str:
+        return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} in {dtype}"
+
+    return [
+        f"{path} stacks {'; '.join(some(dtype, names) for dtype, names in sorted(found.items()))}: name one dtype for all "
+        f"with --dtype, or write --layout {UNSCANNED}, and train with scan_layers=false"
+        for path, found in stacks.items()
+        if len(found) > 1
+    ]
 
 
 def notes(config: Olmo3Config) -> list[str]:

@@ -307,16 +307,22 @@ def merge_stores(staging: Staging, moves: Sequence[Move], compression: str) -> N
 def plan(
     source: Source, dtype: str | None, chunk_bytes: int, optimizer: bool = False, layout: str = OLMO_JAX
 ) -> list[Move]:
-    """Every tensor to its leaf, in the order of the mapping. open_source has checked names, shapes and dtypes."""
+    """Every tensor to its leaf, in the order of the mapping. open_source has checked names, shapes and dtypes.
+
+    Raises BadInput where the layout or the optimizer's state does not allow it."""
     wanted = DTYPE_NAMES[dtype] if dtype else None
     needed = weights(source.config)
     if layout != OLMO_JAX:
         cycle = MAXTEXT_CYCLE if layout == maxtext.SCANNED else None
         places = [maxtext_place(w, source.config, cycle) for w in needed]
-        return [
+        moves = [
             plan_move(w, source.tensors[w.hf], wanted, chunk_bytes, maxtext.ITEM, place=place)
             for w, place in zip(needed, places, strict=True)
         ]
+        faults = maxtext.stack_faults(moves)
+        if faults:
+            raise BadInput(f"{source.path} cannot be written in layout {layout}", faults)
+        return moves
     moves = [plan_move(w, source.tensors[w.hf], wanted, chunk_bytes) for w in needed]
     if not optimizer:
         return moves

@@ -452,6 +452,32 @@ def test_layers_that_do_not_follow_the_cycle_are_refused_scanned_and_the_other_l
     assert verify(source, tmp_path / "0", quiet=True).equal
 
 
+def test_layers_of_several_dtypes_are_refused_scanned_before_anything_is_written(eight, tmp_path):
+    _, tensors, config = eight
+    norm, kernel = "model.layers.5.self_attn.q_norm.weight", "model.layers.4.mlp.up_proj.weight"
+    mixed = {name: array.astype(np.float32) if name in (norm, kernel) else array for name, array in tensors.items()}
+    source = write_hf(tmp_path / "hf", mixed, config)
+    with pytest.raises(BadInput, match=r"\(2 faults\)") as refused:
+        hf2orbax(source, tmp_path / "0", layout="maxtext", quiet=True)
+    for words in (
+        "--dtype",
+        "--layout maxtext-unscanned",
+        f"{norm} in float32",
+        f"{kernel} in float32",
+        "layers.0.mlp",
+    ):
+        assert words in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    hf2orbax(source, tmp_path / "cast", layout="maxtext", dtype="float32", quiet=True)
+    hf2orbax(source, tmp_path / "unscanned", layout="maxtext-unscanned", quiet=True)
+    # Between the layers of one block, and outside the layers, dtypes may differ.
+    whole = {"model.norm.weight", *(norm.replace("5", str(layer)) for layer in (1, 5))}
+    mixed = {name: array.astype(np.float32) if name in whole else array for name, array in tensors.items()}
+    source = write_hf(tmp_path / "hf", mixed, config)
+    hf2orbax(source, tmp_path / "1", layout="maxtext", quiet=True)
+    assert verify(source, tmp_path / "1", quiet=True).equal
+
+
 def test_the_command_takes_the_layout(eight, tmp_path):
     done = run_convert("hf2orbax", eight[0], tmp_path / "0", "--layout", "maxtext-unscanned", "--quiet")
     assert done.returncode == 0 and "not scanned" in open_source(tmp_path / "0").said, done.stderr

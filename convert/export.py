@@ -64,8 +64,9 @@ def orbax2hf(
             f"{target}: orbax2hf writes safetensors to a local folder (a shard is put together in place, which a bucket cannot "
             "do). Write it here, then copy it with aws s3 sync or gcloud storage rsync"
         )
-    check_apart(opened.path, target)
-    carried = carried_files(opened.path)
+    step = opened.carry_from
+    check_apart(step, target)
+    carried = carried_files(step)
     faults = tokenizer_faults(carried, opened.config)
     if not isinstance(shard_bytes, int) or shard_bytes < 1:
         faults.append(f"shard_bytes is {shard_bytes!r}, a positive number of bytes is wanted")
@@ -108,7 +109,7 @@ def orbax2hf(
         (staging.folder / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         copy_files(carried, staging.folder)
         if verify:
-            verify_seconds, here = _read_back(staging.folder, opened, moves, workers, quiet)
+            verify_seconds, here = _read_back(staging.folder, opened, reader.item, moves, workers, quiet)
             peak = max(peak, here)
         beside = {
             "tree_files": file_checksums(staging.folder, [shard.file for shard in shards], workers),
@@ -188,13 +189,15 @@ def _copy(
     }
 
 
-def _read_back(folder: Path, source: Source, moves: Sequence[Move], workers: int, quiet: bool) -> tuple[float, int]:
+def _read_back(
+    folder: Path, source: Source, item: Path, moves: Sequence[Move], workers: int, quiet: bool
+) -> tuple[float, int]:
     """Open the new folder as any other and compare it with the tree. Returns seconds and peak memory."""
     written = open_source(folder, source.config.allowed_unknown_keys)
     differences = [f"config: {n} is {a!r}, read back as {b!r}" for n, a, b in source.config.differences(written.config)]
     reading = Progress("verifying", sum(move.leaf.nbytes for move in moves), quiet)
     pairs = [replace(move, tensor=written.tensors[move.weight.hf]) for move in moves]
-    differences += compare_moves(source.path, pairs, workers, reading.add)
+    differences += compare_moves(item.parent, pairs, workers, reading.add)
     if differences:
         raise BadInput("the target was not written: what was read back is not what was meant", differences)
     return reading.close(), reading.peak_anonymous

@@ -30,6 +30,15 @@ class Resolved:
     item: Path
     said: str  # for the user: which of step, parent or item was given
 
+    @property
+    def path(self) -> Path:
+        """What means this tree wherever it is resolved again: the step, unless that would be taken for another of its items."""
+        try:
+            same = _resolve(self.step, ITEM).item == self.item
+        except BadInput:
+            same = False
+        return self.step if same else self.item
+
 
 @dataclass(frozen=True)
 class LeafMetadata:

@@ -174,7 +174,8 @@ def _open_orbax(
             reader, leaf, weight.hf if weight else path, bool(weight and weight.layout == TRANSPOSED)
         )
         tensors[tensor.hf] = tensor
-    return fit_source("orbax", resolved.step, said, file, config, tensors, faults, strict, **more)
+    more["carry_from"] = resolved.step
+    return fit_source("orbax", resolved.path, said, file, config, tensors, faults, strict, **more)
 
 
 def _maxtext_notes(reader: MaxTextReader, config: Olmo3Config, file: Path, step: Path) -> list[str]:

@@ -104,9 +104,10 @@ def verify(
     progress = Progress("verifying", sum(x.nbytes for _, x, _ in comparable), quiet)
     count = len(comparable)
     if b.kind == "orbax" and a.kind != "orbax":
-        moves = _moves(b, comparable)
+        item = resolve_tree(b.path).item
+        moves = _moves(item, comparable)
         extra = _moment_moves(a, b)
-        differences += compare_moves(b.path, [*moves, *extra], workers, progress.add)
+        differences += compare_moves(item.parent, [*moves, *extra], workers, progress.add)
         count += len(extra)
     else:
         with ThreadPoolExecutor(workers) as pool:
@@ -125,6 +126,8 @@ def verify_manifest(target: str | Path, *, workers: int | None = None, quiet: bo
     if (folder / CONFIG).is_file() and not is_tree(folder):
         return _verify_hf_manifest(folder.absolute(), workers or min(os.cpu_count() or 1, 4), quiet)
     resolved = resolve_tree(target)
+    if resolved.step == resolved.item:
+        raise BadInput(f"{resolved.said}, and a manifest is of a whole step: name the step that a conversion wrote")
     manifest = _whole_manifest(resolved.step, ORBAX_ENTRY)
     workers = workers or min(os.cpu_count() or 1, 4)
     differences, notes = [], [resolved.said]
@@ -247,8 +250,8 @@ def _asked_dtype(target: Source) -> str | None:
         return None
 
 
-def _moves(target: Source, pairs) -> list[Move]:
-    reader = open_item(resolve_tree(target.path).item)
+def _moves(item: Path, pairs) -> list[Move]:
+    reader = open_item(item)
     found = []
     for weight, tensor, _ in pairs:
         leaf = reader.leaves[weight.jax]

@@ -10,13 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from olmo_parity.convert.describe import inspect
+from olmo_parity.convert.diff import diff
 from olmo_parity.convert.export import orbax2hf
 from olmo_parity.convert.orbax_io import TreeReader, read_leaf
 from olmo_parity.convert.orbax_write import Leaf, TreeWriter
 from olmo_parity.convert.pipeline import hf2orbax
 from olmo_parity.convert.places import store_spec
+from olmo_parity.convert.sources import open_source
 from olmo_parity.convert.verify import verify, verify_manifest
 from olmo_parity.olmo_jax.errors import BadInput
+from olmo_parity.parity.identity import tensor_hashes
 
 from .conftest import random_tensors, tiny_config, write_hf
 
@@ -79,6 +83,43 @@ def test_a_link_names_a_folder_whose_own_name_cannot_be_used(name, sources, tmp_
     hf2orbax(sources[0], tmp_path / "link" / "0", quiet=True)
     assert verify(sources[0], tmp_path / "link" / "0", quiet=True).equal
     assert (tmp_path / name / "0" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("layout", ["olmo_jax", "maxtext-unscanned"])
+def test_a_tree_without_a_step_folder_is_one_for_every_command(layout, sources, tmp_path):
+    for number, name in enumerate(("right", "wrong")):
+        hf2orbax(sources[number], tmp_path / "steps" / name, layout=layout, quiet=True)
+        item = next((tmp_path / "steps" / name).glob("*/_METADATA")).parent
+        shutil.copytree(item, tmp_path / name / "tree")
+        shutil.copy(item.parent / "olmo_config.json", tmp_path / name / "tree")
+    right, wrong = (tmp_path / name / "tree" for name in ("right", "wrong"))
+    assert inspect(right).source.path == right
+    assert verify(sources[0], right, quiet=True).equal and verify(right, sources[0], quiet=True).equal
+    found = verify(sources[0], wrong, quiet=True)
+    assert len(found.differences) == found.tensors
+    orbax2hf(right, tmp_path / "hf", quiet=True)
+    assert verify(sources[0], tmp_path / "hf", quiet=True).equal
+    assert diff(right, sources[0], quiet=True).equal
+    assert tensor_hashes(open_source(right)) == tensor_hashes(open_source(tmp_path / "steps" / "right"))
+    with pytest.raises(BadInput, match="without a step folder"):
+        verify_manifest(right, quiet=True)
+
+
+@pytest.mark.parametrize("beside", ["state", "items", "another"])
+def test_of_several_trees_in_a_step_the_one_that_is_named_is_read(beside, sources, tmp_path):
+    step = hf2orbax(sources[1], tmp_path / "0", quiet=True).target
+    hf2orbax(sources[0], tmp_path / "1", quiet=True)
+    (step / "state").rename(step / beside)
+    shutil.copytree(tmp_path / "1" / "state", step / "ema")
+    assert verify(sources[0], step / "ema", quiet=True).equal
+    assert not verify(sources[1], step / "ema", quiet=True).equal
+    assert verify(sources[1], step / beside, quiet=True).equal
+    orbax2hf(step / "ema", tmp_path / "hf", quiet=True)
+    assert verify(sources[0], tmp_path / "hf", quiet=True).equal
+    named = open_source(step / "ema")
+    assert tensor_hashes(named) == tensor_hashes(open_source(tmp_path / "1"))
+    # What goes to another process is a path alone.
+    assert tensor_hashes(open_source(named.path)) == tensor_hashes(named)
 
 
 def test_a_working_folder_of_such_a_name_is_refused_too(sources, tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def shardings(config: Olmo3Config, mesh: Mesh, rules: Mapping[str, str | None] =
 
 
 def restore(path: str | Path, config: Olmo3Config, mesh: Mesh, *, rules: Mapping = RULES, param_dtype=None) -> dict:
-    """The tree of an Orbax step folder as it was written, each device reading its own part.
+    """The tree of an Orbax step folder, or of an item that is named, as it was written, each device reading its own part.
 
     param_dtype None keeps each leaf's stored dtype. Raises BadInput naming every leaf that the folder lacks or has too
     many, that has another shape, or that did not come back as a concrete array of the wanted sharding.
@@ -65,7 +65,11 @@ def restore(path: str | Path, config: Olmo3Config, mesh: Mesh, *, rules: Mapping
             raise BadInput(f"{path} is not a folder")
         if "\\" in str(path):  # Orbax's store takes it for a slash, and reads another folder
             raise BadInput(f"{path} has a backslash in its name: rename the folder, or name a link to it")
-    stored = flatten(ocp.metadata(path).metadata)
+    # One of several items of a step is loaded by its name: as a path of its own Orbax takes it for no checkpoint.
+    which = {}
+    if isinstance(path, Path) and (path / "_METADATA").is_file() and (path.parent / "_CHECKPOINT_METADATA").is_file():
+        path, which = path.parent, {"checkpointable_name": path.name}
+    stored = flatten(ocp.metadata(path, **which).metadata)
     wanted, placed = leaves(config), flatten(shardings(config, mesh, rules))
     # Before anything is read: Orbax itself would cut or pad a leaf to the shape that is asked for.
     faults = [f"{name} is missing" for name in wanted if name not in stored]
@@ -81,7 +85,7 @@ def restore(path: str | Path, config: Olmo3Config, mesh: Mesh, *, rules: Mapping
         name: jax.ShapeDtypeStruct(leaf.shape, param_dtype or stored[name].dtype, sharding=placed[name])
         for name, leaf in wanted.items()
     }
-    tree = ocp.load(path, unflatten(target))
+    tree = ocp.load(path, unflatten(target), **which)
     check_restored(tree, config, unflatten(placed), f"what was restored from {path}")
     return tree
 

@@ -7,19 +7,23 @@ import shutil
 import urllib.parse
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from olmo_parity.convert.describe import inspect
 from olmo_parity.convert.diff import diff
 from olmo_parity.convert.export import orbax2hf
-from olmo_parity.convert.orbax_io import TreeReader, read_leaf
+from olmo_parity.convert.orbax_io import TreeReader, read_leaf, read_tree
 from olmo_parity.convert.orbax_write import Leaf, TreeWriter
 from olmo_parity.convert.pipeline import hf2orbax
 from olmo_parity.convert.places import store_spec
 from olmo_parity.convert.sources import open_source
 from olmo_parity.convert.verify import verify, verify_manifest
 from olmo_parity.olmo_jax.errors import BadInput
+from olmo_parity.olmo_jax.tree import flatten
+from olmo_parity.parity.candidate import on_mesh
 from olmo_parity.parity.identity import tensor_hashes
 
 from .conftest import random_tensors, tiny_config, write_hf
@@ -120,6 +124,9 @@ def test_of_several_trees_in_a_step_the_one_that_is_named_is_read(beside, source
     assert tensor_hashes(named) == tensor_hashes(open_source(tmp_path / "1"))
     # What goes to another process is a path alone.
     assert tensor_hashes(open_source(named.path)) == tensor_hashes(named)
+    mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))
+    restored, wanted = flatten(on_mesh(named.path, named.config, mesh)), flatten(read_tree(tmp_path / "1"))
+    assert all(np.asarray(restored[path]).tobytes() == array.tobytes() for path, array in wanted.items())
 
 
 def test_a_working_folder_of_such_a_name_is_refused_too(sources, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .checkpoint import Tensor
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD_LEAF = "lm_head/kernel"  # of an Orbax tree, where the config has no such weight
 MANY = 20  # names of one kind that are listed; the count of the rest follows
 UNCOMPARED = "could not be compared with"
 COMPARE_ROWS = 4096  # rows of embedding and head held at once
@@ -60,11 +61,15 @@ def fit_tensors(
     if len(missing) > MANY:
         faults.append(f"... and {len(missing) - MANY} more weights are missing, {len(missing)} of {len(wanted)} in all")
     for name in unexpected[:MANY]:
-        near = _nearest(name, missing, wanted)
-        faults.append(
-            f"{tensors[name].name} in {tensors[name].file} is unexpected: no weight of this model has that name"
-            + (f"; the nearest is {near}" if near else "")
-        )
+        if config.tie_word_embeddings and name == HEAD_LEAF:
+            why = (
+                f"{config_file} ties the head to the embedding (tie_word_embeddings is true). A run that starts from this tree "
+                "would train a head of its own: set it to false if that is meant, and take the head out of the tree if not"
+            )
+        else:
+            near = _nearest(name, missing, wanted)
+            why = "no weight of this model has that name" + (f"; the nearest is {near}" if near else "")
+        faults.append(f"{tensors[name].name} in {tensors[name].file} is unexpected: {why}")
     if len(unexpected) > MANY:
         faults.append(f"... and {len(unexpected) - MANY} more tensors are unexpected, {len(unexpected)} in all")
     for name, tensor in tensors.items():

@@ -45,7 +45,7 @@ def resolve(wanted: HubId) -> Commit:
     """Ask the hub which commit a revision is and what lies in it. Raises BadInput."""
     from huggingface_hub import HfApi
 
-    with sentences(wanted):
+    with sentences(wanted, resolved=False):
         info = HfApi().model_info(wanted.repo, revision=wanted.revision, files_metadata=True, timeout=TIMEOUT)
     files = {}
     for listed in info.siblings or []:
@@ -59,14 +59,17 @@ def resolve(wanted: HubId) -> Commit:
 
 
 @contextlib.contextmanager
-def sentences(wanted: HubId) -> Iterator[None]:
-    """Turn the errors of huggingface_hub and of the network into BadInput. Neither tokens nor signed addresses are shown."""
+def sentences(wanted: HubId, resolved: bool = True) -> Iterator[None]:
+    """Turn the errors of huggingface_hub and of the network into BadInput. Neither tokens nor signed addresses are shown.
+
+    resolved: the commit is known, so the repository is there, and its name was no local path that is missing.
+    """
     try:
         yield
     except BadInput:
         raise
     except Exception as error:
-        text = _sentence(error, wanted)
+        text = _sentence(error, wanted, resolved)
         if text is None:
             raise
         raise BadInput(text) from None
@@ -86,7 +89,7 @@ def offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def _sentence(error: Exception, wanted: HubId) -> str | None:
+def _sentence(error: Exception, wanted: HubId, resolved: bool) -> str | None:
     from huggingface_hub import errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
@@ -105,10 +108,11 @@ def _sentence(error: Exception, wanted: HubId) -> str | None:
         return f"{repo} is no name that a repository can have: {error}"
     if status == 401 and response.headers.get("X-Error-Message", "").startswith("Invalid credentials"):
         return "the hub refused your token: it is wrong or has expired. Log in again (hf auth login), or unset HF_TOKEN"
-    if isinstance(error, errors.EntryNotFoundError) and status == 404:
+    no_repository = isinstance(error, errors.RepositoryNotFoundError)
+    if status == 404 and (isinstance(error, errors.EntryNotFoundError) or (resolved and not no_repository)):
         return f"{wanted}: a file that the hub lists cannot be had (404): try again later"
-    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
-        local = "" if wanted.explicit else "nothing here has that name either. "
+    if no_repository or status in (401, 404):
+        local = "" if wanted.explicit or resolved else "nothing here has that name either. "
         return (
             f"the hub at {where} has no repository {repo}, or it is private: {local}Is the name right? "
             f"A private one wants a token that may read it{_login()}"
@@ -128,7 +132,7 @@ def _sentence(error: Exception, wanted: HubId) -> str | None:
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"{wanted} is not in the cache, and HF_HUB_OFFLINE keeps this process off the network: unset it"
     if is_transport(error) or isinstance(error, errors.LocalEntryNotFoundError):
-        local = "" if wanted.explicit else f"{repo} does not exist here, so it was taken for a hub id. "
+        local = "" if wanted.explicit or resolved else f"{repo} does not exist here, so it was taken for a hub id. "
         return (
             f"{local}The hub at {where} cannot be reached ({type(error).__name__}{_quoted(str(error))}). Is there a network, "
             "a proxy? With HF_HUB_OFFLINE=1 what is in the cache is used"

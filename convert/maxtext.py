@@ -61,10 +61,14 @@ class MaxTextReader:
         found = {path: _row_of(path) for path in stored}
         blocks, cycle = _scan(found, stored, self.item)
         leaves: dict[str, LeafMetadata] = {}
-        faults = []
+        faults, ranks = [], []
         for path, (row, layer, within) in found.items():
             if row is None:
                 leaves[path] = stored[path]
+                continue
+            if within is None and len(stored[path].shape) != _rank(row):
+                shape, weight = stored[path].shape, row.hf.replace("{i}", str(layer))
+                ranks.append(f"{path} has shape {shape}, {_rank(row)} axes are wanted for {weight}")
                 continue
             layers = [layer] if within is None else [within + cycle * block for block in range(blocks)]
             for block, number in enumerate(layers):
@@ -74,8 +78,9 @@ class MaxTextReader:
                     faults.append(f"{path} and {leaves[name].name} both hold {name}")
                 leaves[name] = _as_ours(stored[path], name, place)
                 self._places[name] = place
-        if faults:
-            raise BadInput(f"{self.item} holds a weight twice", faults)
+        if faults or ranks:
+            text = "holds a weight twice" if faults else "holds arrays that are not MaxText's"
+            raise BadInput(f"{self.item} {text}", faults + ranks)
         return leaves
 
     @property
@@ -245,8 +250,6 @@ def _rank(row: Row) -> int:
 
 def _place(leaf: LeafMetadata, row: Row, block: int | None) -> Place:
     shape = leaf.shape if block is None else _without_stack(leaf.shape)
-    if len(shape) != _rank(row):
-        raise BadInput(f"{leaf.path} has shape {leaf.shape}, {_rank(row)} axes are wanted for {row.hf}")
     return Place(leaf.path, row.split, shape, block, None if block is None else leaf.shape[STACK_AXIS])
 
 

@@ -298,6 +298,23 @@ def test_the_same_for_a_shard(status, headers, sentence, hub, tmp_path):
     assert not (tmp_path / "0").exists()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_shard_that_a_redirect_does_not_find_is_no_missing_repository(stream, hub, tmp_path):
+    hub.fail[f"resolve/.*/{SHARDS[1]}"] = (404, {})
+    text = said(hf2orbax, STEP0, tmp_path / "0", stream=stream, quiet=True)
+    assert "a file that the hub lists cannot be had (404)" in text and "no repository" not in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_network_that_fails_after_the_commit_is_known_is_no_question_of_the_name(stream, hub, tmp_path, monkeypatch):
+    def fetch(*arguments, **options):
+        raise ConnectionError("stalled")
+
+    monkeypatch.setattr(hub_files.Checkout, "_fetch", fetch)
+    text = said(hf2orbax, STEP0, tmp_path / "0", stream=stream, quiet=True)
+    assert "cannot be reached" in text and "stalled" in text and "does not exist here" not in text
+
+
 def test_a_private_repository_is_read_with_the_token_which_is_kept_nowhere(hub, tmp_path, monkeypatch):
     hub.private = True
     assert "no token was found" in said(inspect, STEP0)

@@ -359,6 +359,30 @@ def test_a_tree_that_is_not_this_model_is_refused(change, words, eight, tmp_path
         open_source(step)
 
 
+def test_every_array_with_the_wrong_number_of_axes_is_named_with_its_weight(eight, tmp_path):
+    tree = maxtext_tree(*eight[1:], scanned=False)
+    for key in ("layers_2.mlp.wo.kernel", "layers_5.mlp.wo.kernel"):
+        tree[f"params.params.decoder.{key}"] = np.zeros((2, 96, 32), np.float32)
+    tree["params.params.token_embedder.embedding"] = np.zeros(7680, np.float32)
+    with pytest.raises(BadInput, match=r"\(3 faults\)") as refused:
+        open_source(save(tmp_path / "0", tree, eight[2]))
+    for layer in (2, 5):
+        assert f"2 axes are wanted for model.layers.{layer}.mlp.down_proj.weight" in str(refused.value)
+
+
+@pytest.mark.parametrize("layout", ["olmo_jax", *LAYOUTS])
+def test_a_tree_with_a_head_under_a_tied_config_is_refused_and_says_why(layout, tmp_path):
+    untied = tiny_config()
+    tensors = random_tensors(untied)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    source = write_hf(tmp_path / "hf", tensors, untied)
+    hf2orbax(source, tmp_path / "0", layout=layout, quiet=True)
+    assert verify(source, tmp_path / "0", quiet=True).equal
+    (tmp_path / "0" / "olmo_config.json").write_text(json.dumps({**untied, "tie_word_embeddings": True}))
+    with pytest.raises(BadInput, match="a head of its own: set it to false if that is meant"):
+        open_source(tmp_path / "0")
+
+
 @pytest.mark.parametrize("prefix", ["params.params.", "params.", "model.", "base.", ""])
 @pytest.mark.parametrize("leaf", ["", ".value"])
 def test_the_keys_that_different_savers_wrap_around_the_weights_are_seen_through(prefix, leaf, eight, tmp_path):

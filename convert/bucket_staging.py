@@ -84,6 +84,9 @@ class BucketStaging:
     def check_space(self, needed: int) -> None:
         """A bucket has no end."""
 
+    def start(self) -> None:
+        """Nothing is refused after the journal was taken over."""
+
     def _take_over(self) -> dict | None:
         """The journal of a run that was killed, None where there is none that counts."""
         answer = self.journal.bucket.read(self.journal.key)

@@ -6,29 +6,24 @@ Process 0 leads. It admits the others, waits for their shares, and finishes the 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
-import os
-import shutil
-import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
+from .places import BucketPath, is_remote
+from .signs import Seen, Signs, clear
+from .staging import make_parent, remove_empty
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 120.0  # without a sign of life: network file systems may show another host's writes a minute late
 REFUSAL_BEATS = 10
 START_SECONDS = 600.0  # for all to come: each may have to fetch a source first
 KEPT = "what is finished is kept: run the same command on every host again to go on"
-START, REFUSED = "start.json", "refused.json"
-# In this order; "failed" and "left" end a process.
-PHASES = ("called", "joined", "writing", "written", "merged", "verified", "published")
-ENDED = ("failed", "left")
+PHASES = ("called", "joined", "writing", "written", "merged", "verified", "published")  # in this order
 
 
 def which(text: str | None) -> tuple[int, int]:
@@ -62,23 +57,22 @@ def _detected() -> tuple[int, int]:
 class Team:
     """The processes of one conversion, seen from one of them. A context manager: leaving it by an error stops the others.
 
-    With count 1 there are no others, and nothing is written.
+    Entered before the source is opened, so that a fault found there is heard by those that wait. With count 1 there are no
+    others, and nothing is written.
     """
 
-    def __init__(self, target: Path, index: int, count: int):
+    def __init__(self, target: Path | BucketPath, index: int, count: int):
         self.target, self.index, self.count = target, index, count
         self.folder = target.parent / f".{target.name}.hosts"
-        self.run = ""  # names this run: set by process 0
-        self._me = uuid.uuid4().hex
-        self._state: dict = {"me": self._me, "host": socket.gethostname(), "pid": os.getpid(), "beat": 0}
-        # By process: its last state and when that changed, by this clock.
-        self._seen: dict[int, tuple[dict, float]] = {}
+        self.run = ""  # names this run, once process 0 has called: its own name
+        self._others = range(1, count) if index == 0 else [0]
+        self._signs = Signs(self.folder, index, count)
+        self._members: list[str] = []  # by index, once process 0 has admitted them: from then on no other sign counts
         self._trouble: Exception | None = None
-        self._lock = threading.Lock()
+        self._made: list[Path] = []  # folders above the target
+        self._said_end = False
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        # What lies here already is from a run before this one.
-        self._old = {name: self._read(name) for name in (REFUSED, "0.json")} if index else {}
 
     @property
     def store(self) -> str:
@@ -91,105 +85,118 @@ class Team:
 
     def __enter__(self) -> Team:
         if self.count > 1:
-            if self.index == 0:
-                self.run = uuid.uuid4().hex
-                shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
-                self.folder.mkdir(exist_ok=True)
+            self._made = make_parent(self.target)
+            self._signs.begin()
             self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        self.end(kind, error, traceback)
         if self._thread is None:
             return
         self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        ending = time.monotonic()
-        if error is None:
-            self._say("left" if self.index else "published")
-        elif self.run:  # else nobody has heard of this process
-            bad_input = isinstance(error, BadInput)
-            self._say("failed", why=_why(error), faults=list(error.faults) if bad_input else [], input=bad_input)
-        if self.index == 0:
-            # The others stop at their next slice. Their work must have ended before the staging folder is given up.
-            self._until(lambda: all([self._ended(i, ending) for i in range(1, self.count)]), LOST_SECONDS)
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self._thread.join()
+        if not self._members:
+            self._signs.leave()  # a member's last sign is taken away by process 0
+        if error is not None:
+            remove_empty(self._made)
 
-    def refuse(self, error: BaseException) -> None:
-        """Process 0 could not begin: say so to those that wait for it, for a moment."""
-        if self.count == 1 or not self.target.parent.is_dir():
+    def end(self, kind, error, traceback) -> None:
+        """As __exit__, where process 0 gives up the staging folder: before that the work of the others must have ended."""
+        if self._said_end:
             return
-        with contextlib.suppress(OSError):  # the error itself matters more
-            self.folder.mkdir(exist_ok=True)
-            self._write(REFUSED, {"me": self._me, "why": _why(error)})
-            time.sleep(REFUSAL_BEATS * BEAT_SECONDS)
-            (self.folder / REFUSED).unlink()
-            self.folder.rmdir()  # only where it is empty: it may be that of a run that goes on
+        self._said_end = True
+        if self.count == 1:
+            if error is None and not is_remote(self.target):
+                clear(self.folder)  # of several processes whose work this one has finished
+            return
+        if error is None:
+            self._signs.say("left" if self.index else "published")
+        else:
+            bad_input = isinstance(error, BadInput)
+            faults = list(error.faults) if bad_input else []
+            self._signs.say("failed", why=_why(error), faults=faults, input=bad_input)
+        if self.index == 0 or not self._members:
+            # Members stop at their next slice. Those that have not come so far, or are not there yet, hear of it for a moment.
+            limit = LOST_SECONDS if self._members else REFUSAL_BEATS * BEAT_SECONDS
+            self._until(lambda: all(self._has_ended(i) for i in self._others), limit)
+        if self.index == 0 and self.run:
+            clear(self.folder)  # also what a run that was killed left
 
     def gather(self, job: dict, finished: Sequence[str]) -> None:
         """Process 0: wait until all others are there, with the same job, and tell them what is finished already."""
         if self.count == 1:
             return
-        self._say("called", run=self.run)
-        others = range(1, self.count)
-        if not self._until(lambda: all([self._joined(i) for i in others]), START_SECONDS):
-            missing = [str(i) for i in others if not self._joined(i)]
+        self.run = self._signs.me
+        self._signs.say("called", run=self.run)
+        joined: dict[int, Seen] = {}
+
+        def all_there() -> bool:
+            for sign in self._signs.look():
+                if sign.state.get("run") == self.run and sign.state["phase"] == "joined":
+                    joined.setdefault(sign.state["index"], sign)
+            self.check()
+            return all(i in joined for i in self._others)
+
+        if not self._until(all_there, START_SECONDS):
+            missing = [str(i) for i in self._others if i not in joined]
             raise self._lost(
                 f"process {', '.join(missing)} of {self.count} did not come within {START_SECONDS:.0f} s: the same command must "
                 f"run on every host, and all must see {self.target.parent}"
             )
-        theirs = {i: self._read(f"job-{i}.json") for i in others}
-        faults = [f"process {i}: {text}" for i in others for text in _changes(job, theirs[i])]
+        faults = [
+            f"process {i}: {text}" for i in self._others for text in _changes(job, self._signs.told(joined[i], "job"))
+        ]
         if faults:
             raise BadInput("the processes were started with other sources or options than process 0", faults)
-        members = [self._me, *(self._seen[i][0]["me"] for i in others)]
-        self._write(START, {"run": self.run, "members": members, "finished": list(finished)})
-        self.reached("writing")
-        self._thread.start()
+        self._members = [self._signs.me, *(joined[i].state["me"] for i in self._others)]
+        self._signs.tell("start", list(finished))
+        self._signs.say("writing", members=self._members)
 
     def join(self, job: dict) -> list[str]:
         """The others: wait until process 0 admits this one; returns what an earlier run had finished."""
-
-        start: dict = {}
+        self._signs.tell("job", job)
+        finished: list[str] = []
 
         def admitted() -> bool:
-            refusal = self._read(REFUSED)
-            if refusal and refusal != self._old[REFUSED]:
-                raise BadInput(f"process 0 did not begin: {refusal['why']}")
-            leader = self._look(0)
-            if leader.get("phase") == "failed" and leader != self._old["0.json"]:
-                raise self._failure(0, leader)
-            if "run" not in leader:
+            leader = self._leader()
+            self.check()
+            if leader is None or "run" not in leader.state:
                 return False
-            if self.run != leader["run"]:  # maybe that of a run that was killed: then another one follows
-                self.run = leader["run"]
-                self._write(f"job-{self.index}.json", job)
-            self._say("joined", run=self.run)
-            start.update(self._read(START))
-            return start.get("run") == self.run and start["members"][self.index] == self._me
+            if leader.state["run"] != self.run:
+                self.run = leader.state["run"]
+                self._signs.say("joined", run=self.run)
+            if self._signs.me not in leader.state.get("members", []):
+                return False
+            finished.extend(self._signs.told(leader, "start"))
+            self._members = leader.state["members"]
+            return True
 
         if not self._until(admitted, START_SECONDS):
             raise self._lost(
                 f"process 0 of {self.count} did not come within {START_SECONDS:.0f} s: was the command started on every host, "
                 f"and do all see {self.target.parent}?"
             )
-        self._thread.start()
-        return start["finished"]
+        return finished
 
     def reached(self, phase: str, **more) -> None:
         """Say how far this process has come."""
         if self.count > 1:
             self.check()
-            self._say(phase, **more)
+            self._signs.say(phase, **more)
 
     def wait(self, phase: str) -> list[dict]:
         """Until the others have come so far (for process 0) or process 0 has (for the others); returns what they said there."""
-        others = range(1, self.count) if self.index == 0 else [0]
-        while not all(self._at(i, phase) for i in others):
+        if self.count == 1:
+            return []
+        far = PHASES[PHASES.index(phase) :]
+        while True:
+            states = [sign.state for sign in self._of_members()]
             self.check()
+            if all(state["phase"] in far for state in states):
+                return states
             time.sleep(BEAT_SECONDS / 4)
-        self.check()
-        return [self._seen[i][0] for i in others]
 
     def check(self) -> None:
         """Raise what ended another process: called between slices, so that none works on in vain."""
@@ -197,77 +204,87 @@ class Team:
             raise self._trouble
 
     def _watch(self) -> None:
-        others = range(1, self.count) if self.index == 0 else [0]
-        now = time.monotonic()
-        self._seen = {i: (self._seen.get(i, ({}, 0.0))[0], now) for i in others}
         while not self._over.wait(BEAT_SECONDS):
             try:
-                self._say()
+                self._signs.say()
+                self._trouble = self._trouble or (self._among_members() if self._members else self._before_work())
             except OSError as error:
                 self._trouble = self._trouble or error
-            for i in others:
-                state = self._look(i)
-                silent = self._silent(i)
-                if state.get("run", self.run) != self.run:
-                    self._trouble = self._trouble or self._lost("another run of this conversion was started meanwhile")
-                elif state.get("phase") == "failed":
-                    self._trouble = self._trouble or self._failure(i, state)
-                elif silent > LOST_SECONDS and state.get("phase") not in (*ENDED, "published"):
-                    who = f"process {i} of {self.count} (pid {state.get('pid')} on {state.get('host')})"
-                    self._trouble = self._trouble or self._lost(
-                        f"{who} has given no sign for {silent:.0f} s: it was killed, or its host is gone"
-                    )
 
-    def _failure(self, index: int, state: dict) -> Exception:
+    def _of_members(self) -> list[Seen]:
+        """In the order of their index."""
+        watched = {self._members[i] for i in self._others}
+        return sorted(
+            (sign for sign in self._signs.look() if sign.state["me"] in watched), key=lambda sign: sign.state["index"]
+        )
+
+    def _leader(self) -> Seen | None:
+        """A process 0 that lives: of two, the second of which is about to be refused, the one that has called."""
+        living = [sign for sign in self._signs.look() if sign.fresh and not sign.ended and sign.silent < LOST_SECONDS]
+        return max(living, key=lambda sign: "run" in sign.state, default=None)
+
+    def _among_members(self) -> Exception | None:
+        for sign in self._of_members():
+            state = sign.state
+            who = f"process {state['index']} of {self.count} (pid {state['pid']} on {state['host']})"
+            if state["phase"] == "failed":
+                return self._failure(state)
+            if state["phase"] == "left" and not self._said_end:
+                return self._lost(f"the sign of {who} was taken away from {self.folder}")
+            if sign.silent > LOST_SECONDS and state["phase"] not in ("left", "published"):
+                return self._lost(
+                    f"{who} has given no sign for {sign.silent:.0f} s: it was killed, or its host is gone"
+                )
+        if self.index and any(s.fresh and s.state.get("run", self.run) != self.run for s in self._signs.look()):
+            return self._lost("another run of this conversion was started meanwhile")
+        return None
+
+    def _before_work(self) -> Exception | None:
+        """What keeps this process from taking part, or another one that it waits for."""
+        if self.index == 0:
+            # Not those of another run, which this one may be refused for.
+            heard = [s for s in self._signs.look() if s.fresh and s.state.get("run", self.run) == self.run]
+            failed = [s.state for s in heard if s.state["phase"] == "failed"]
+            counts = [(s.state["index"], s.state["count"]) for s in heard if s.state["count"] != self.count]
+            if counts and not failed:
+                return _other_count(*counts[0], self.count)
+            return self._failure(failed[0]) if failed else None
+        leader = self._leader()
+        if leader is None:
+            failed = [s.state for s in self._signs.look() if s.fresh and s.state["phase"] == "failed"]
+            if failed:
+                return self._failure(failed[-1])
+        elif leader.state["count"] != self.count:
+            return _other_count(self.index, self.count, leader.state["count"])
+        elif self._signs.me not in leader.state.get("members", [self._signs.me]):
+            return BadInput(
+                f"another run is converting into {self.target}, or this one has another process {self.index}: "
+                "start each once, and wait for a run to end before the next"
+            )
+        if self._signs.gone:
+            return BadInput(f"another run into {self.target} has just ended: look at it first")
+        return None
+
+    def _has_ended(self, index: int) -> bool:
+        """As far as this process, which ends, can see."""
+        signs = self._of_members() if self._members else [s for s in self._signs.look() if s.fresh]
+        if self.index == 0:
+            signs = [sign for sign in signs if sign.state.get("run", self.run) == self.run]
+        those = [sign for sign in signs if sign.state["index"] == index]
+        return bool(those) and all(sign.ended or sign.silent > LOST_SECONDS for sign in those)
+
+    def _failure(self, state: dict) -> Exception:
         why = str(state.get("why"))
         # Process 0 hands on what another one said.
         text = (
             why
             if why.startswith("process ")
-            else f"process {index} of {self.count} on {state.get('host')} ended: {why}"
+            else f"process {state['index']} of {self.count} on {state['host']} ended: {why}"
         )
         return BadInput(text, state.get("faults") or []) if state.get("input") else self._lost(text)
 
     def _lost(self, text: str) -> OSError:
         return OSError(errno.ECANCELED, f"{text}; {KEPT}", str(self.target))
-
-    def _joined(self, index: int) -> bool:
-        state = self._look(index)
-        if state.get("phase") == "failed":
-            raise self._failure(index, state)
-        return state.get("phase") == "joined"
-
-    def _at(self, index: int, phase: str) -> bool:
-        state = self._look(index)
-        return state.get("run") == self.run and state.get("phase") in PHASES[PHASES.index(phase) :]
-
-    def _ended(self, index: int, since: float) -> bool:
-        """Whether process 0, which ends, need not wait for another one: one that has not come yet hears of it for a moment."""
-        state = self._look(index)
-        if not state:
-            return time.monotonic() - since > REFUSAL_BEATS * BEAT_SECONDS
-        return state["phase"] in ENDED or self._silent(index) > LOST_SECONDS
-
-    def _silent(self, index: int) -> float:
-        """Seconds since another process was last heard of; 0 where it never was."""
-        return time.monotonic() - self._seen[index][1] if index in self._seen else 0.0
-
-    def _look(self, index: int) -> dict:
-        """The last state of another process. A file that is just being written shows the one before."""
-        state = self._read(f"{index}.json")
-        if self.index == 0 and state.get("run") != self.run:
-            state = {}  # of a process that is left over from a run before
-        with self._lock:
-            before = self._seen.get(index, ({}, 0.0))
-            if state and state != before[0]:
-                self._seen[index] = before = (state, time.monotonic())
-        return before[0]
-
-    def _say(self, phase: str | None = None, **more) -> None:
-        with self._lock:
-            self._state |= {"phase": phase, **more} if phase else {}
-            self._state["beat"] += 1
-            self._write(f"{self.index}.json", self._state)
 
     def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
         end = time.monotonic() + seconds
@@ -275,20 +292,11 @@ class Team:
             if time.monotonic() > end:
                 return False
             time.sleep(BEAT_SECONDS / 4)
-            if self.index == 0:
-                self._say()
         return True
 
-    def _read(self, name: str) -> dict:
-        try:
-            return json.loads((self.folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
 
-    def _write(self, name: str, value: dict) -> None:
-        """In place: network file systems keep the old file for a while where it is replaced by a rename."""
-        with contextlib.suppress(FileNotFoundError):  # process 0 has ended the run, or cleans up after an older one
-            (self.folder / name).write_text(json.dumps(value), encoding="utf-8")
+def _other_count(index: int, count: int, leaders: int) -> BadInput:
+    return BadInput(f"process {index} was started as {index}/{count}, process 0 as 0/{leaders}")
 
 
 def _why(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from .mapping import MAXTEXT_CYCLE, maxtext_place, weights
 from .maxtext import OLMO_JAX
 from .orbax_io import STEP_FILES
 from .orbax_write import CHUNK_BYTES, COMPRESSION, OPTIMIZER, Leaf, TreeWriter, finish_step
-from .places import BucketPath, fingerprint, is_remote, store_spec
+from .places import fingerprint, is_remote, store_spec
 from .progress import Progress
 from .record import ConversionRecord
 from .safetensors_io import DTYPES
@@ -65,30 +65,32 @@ def hf2orbax(
     beside the target, and none after. processes: which this is, and of how many that were started with the same arguments;
     all must see the target's folder.
     """
-    if stream and processes[1] > 1:
-        raise BadInput("--stream is for one process: with --distributed each keeps the whole source in the hub's cache")
-    if stream and hub_id(source) is None:
-        raise BadInput(f"{source} is no hub id: --stream is for those, any other source is read where it lies")
-    # Off the network there is nothing to stream: the shards are read from the cache, and are checked there first.
-    opened = open_source(source, allow_unknown_keys, headers_only=stream and not offline(), quiet=quiet)
-    if opened.kind != "hf":
-        raise BadInput(f"{opened.said}: hf2orbax wants an HF folder")
-    if opened.shards_on_hub:
-        check_streamable(opened)
-    return convert(
-        opened,
-        clean_target(target),
-        dtype=dtype,
-        verify=verify,
-        overwrite=overwrite,
-        allow_nonfinite=allow_nonfinite,
-        layout=layout,
-        compression=compression,
-        chunk_bytes=chunk_bytes,
-        workers=workers,
-        quiet=quiet,
-        processes=processes,
-    )
+    with _team(target, processes) as team:  # before anything can be refused: the others hear of it
+        if stream and team.count > 1:
+            raise BadInput(
+                "--stream is for one process: with --distributed each keeps the whole source in the hub's cache"
+            )
+        if stream and hub_id(source) is None:
+            raise BadInput(f"{source} is no hub id: --stream is for those, any other source is read where it lies")
+        # Off the network there is nothing to stream: the shards are read from the cache, and are checked there first.
+        opened = open_source(source, allow_unknown_keys, headers_only=stream and not offline(), quiet=quiet)
+        if opened.kind != "hf":
+            raise BadInput(f"{opened.said}: hf2orbax wants an HF folder")
+        if opened.shards_on_hub:
+            check_streamable(opened)
+        return convert(
+            opened,
+            team,
+            dtype=dtype,
+            verify=verify,
+            overwrite=overwrite,
+            allow_nonfinite=allow_nonfinite,
+            layout=layout,
+            compression=compression,
+            chunk_bytes=chunk_bytes,
+            workers=workers,
+            quiet=quiet,
+        )
 
 
 def core2orbax(
@@ -115,30 +117,40 @@ def core2orbax(
     there are none. optimizer brings Adam's moments along as the item `optimizer`: exp_avg and exp_avg_sq, each a tree
     like `state`, always in their stored dtype; the step and the trainer's position are in the manifest.
     """
-    opened = open_source(source, allow_unknown_keys, vocabulary=vocabulary, headers_only=True)
-    if opened.kind != "core":
-        raise BadInput(f"{opened.said}: core2orbax wants a step folder of OLMo-core")
-    return convert(
-        opened,
-        clean_target(target),
-        optimizer=optimizer,
-        vocabulary=vocabulary,
-        dtype=dtype,
-        verify=verify,
-        overwrite=overwrite,
-        allow_nonfinite=allow_nonfinite,
-        layout=layout,
-        compression=compression,
-        chunk_bytes=chunk_bytes,
-        workers=workers,
-        quiet=quiet,
-        processes=processes,
-    )
+    with _team(target, processes) as team:
+        opened = open_source(source, allow_unknown_keys, vocabulary=vocabulary, headers_only=True)
+        if opened.kind != "core":
+            raise BadInput(f"{opened.said}: core2orbax wants a step folder of OLMo-core")
+        return convert(
+            opened,
+            team,
+            optimizer=optimizer,
+            vocabulary=vocabulary,
+            dtype=dtype,
+            verify=verify,
+            overwrite=overwrite,
+            allow_nonfinite=allow_nonfinite,
+            layout=layout,
+            compression=compression,
+            chunk_bytes=chunk_bytes,
+            workers=workers,
+            quiet=quiet,
+        )
+
+
+def _team(target: str | Path, processes: tuple[int, int]) -> Team:
+    target = clean_target(target)
+    if is_remote(target) and processes[1] > 1:
+        raise BadInput(
+            f"{target}: several processes meet in a folder beside the target, which all must see, and a bucket has none. Convert "
+            "into a bucket without --distributed"
+        )
+    return Team(target, *processes)
 
 
 def convert(
     source: Source,
-    target: Path | BucketPath,
+    team: Team,
     *,
     dtype: str | None,
     verify: bool,
@@ -149,11 +161,11 @@ def convert(
     chunk_bytes: int,
     workers: int | None,
     quiet: bool,
-    processes: tuple[int, int],
     optimizer: bool = False,
     vocabulary: str | None = None,
 ) -> ConversionRecord:
     """Carry every tensor of an opened source over, then the files beside it; publish only what was read back equal."""
+    target = team.target
     carried = carried_files(source.carry_from or source.path)
     _check_options(source, target, carried, dtype, layout, compression, chunk_bytes, optimizer)
     moves = plan(source, dtype, chunk_bytes, optimizer, layout)
@@ -178,31 +190,26 @@ def convert(
         if _fingerprint(source, carried) != before:
             raise BadInput(f"{source.path} was changed while it was converted: start again when it is at rest")
 
-    if is_remote(target) and processes[1] > 1:
-        raise BadInput(
-            f"{target}: several processes meet in a folder beside the target, which all must see, and a bucket has none. Convert "
-            "into a bucket without --distributed"
-        )
-    team = Team(target, *processes)
+    agreed = {
+        **whole_job(job),
+        "verify": verify,
+    }  # a run that goes on may verify or not, the processes of one must agree
     if team.index:
         options = {"compression": compression, "allow_nonfinite": allow_nonfinite}
         options |= {"verify": verify, "workers": workers, "quiet": quiet}
-        helped = help_convert(team, source, moves, whole_job(job), check_at_rest, **options)
+        helped = help_convert(team, source, moves, agreed, check_at_rest, **options)
         return _record(source, target, dtype, verify, notes, process=team.name, **helped)
     with ExitStack() as stack:
-        try:
-            staging = stack.enter_context(
-                (BucketStaging if is_remote(target) else Staging)(target, job, overwrite=overwrite)
-            )
-        except BaseException as error:
-            team.refuse(error)
-            raise
-        stack.enter_context(team)
+        staging = stack.enter_context(
+            (BucketStaging if is_remote(target) else Staging)(target, job, overwrite=overwrite)
+        )
+        stack.push(team.end)
         resumed = len(staging.finished)
         waiting = [move for move in moves if move.key not in staging.finished]
         held = source.hub.largest if source.shards_on_hub else 0
         staging.check_space(sum(move.leaf.nbytes for move in waiting) + held)
-        team.gather(staging.job, list(staging.finished))
+        team.gather(agreed, list(staging.finished))
+        staging.start()
         waiting = share(waiting, team.index, team.count)
         writers = make_writers(waiting if team.store else moves, staging.folder, team.store, compression)
         progress = Progress("writing", sum(move.tensor.nbytes for move in waiting), quiet)

@@ -57,34 +57,33 @@ def help_convert(
     """All that a process other than 0 does: its share written into a store of its own and noted in a journal of its own, then
     as much of the whole tree read back. Returns what goes into its record."""
     folder = working_folder(team.target)
-    with team:
-        finished = set(team.join(job))
-        mine = share([move for move in moves if move.key not in finished], team.index, team.count)
-        writers = make_writers(mine, folder, team.store, compression)
-        progress = Progress("writing", sum(move.tensor.nbytes for move in mine), quiet)
-        lock = threading.Lock()
-        with open(folder / f"journal-{team.store}.jsonl", "w", encoding="utf-8") as journal:
-            journal.write(json.dumps({"job": job}) + "\n")
+    finished = set(team.join(job))
+    mine = share([move for move in moves if move.key not in finished], team.index, team.count)
+    writers = make_writers(mine, folder, team.store, compression)
+    progress = Progress("writing", sum(move.tensor.nbytes for move in mine), quiet)
+    lock = threading.Lock()
+    with open(folder / f"journal-{team.store}.jsonl", "w", encoding="utf-8") as journal:
+        journal.write(json.dumps({"job": job}) + "\n")
 
-            def carry(group: Sequence[Move]) -> None:
-                entries = copy_group(group, writers, allow_nonfinite, watched(team, progress))
-                with lock:
-                    for move, entry in zip(group, entries, strict=True):
-                        more = {"source_file": source.name_of(move.tensor.file), "store": team.store}
-                        journal.write(json.dumps({"leaf": move.key, **entry, **more}) + "\n")
-                    journal.flush()
+        def carry(group: Sequence[Move]) -> None:
+            entries = copy_group(group, writers, allow_nonfinite, watched(team, progress))
+            with lock:
+                for move, entry in zip(group, entries, strict=True):
+                    more = {"source_file": source.name_of(move.tensor.file), "store": team.store}
+                    journal.write(json.dumps({"leaf": move.key, **entry, **more}) + "\n")
+                journal.flush()
 
-            run_all(group_moves(mine), carry, workers)
-            os.fsync(journal.fileno())
-        check_source()
-        seconds, verify_seconds, peak = progress.close(), 0.0, progress.peak_anonymous
-        team.reached("written")
-        team.wait("merged")
-        if verify:
-            reading, differences = read_back(team, moves, folder, workers, quiet)
-            verify_seconds, peak = reading.close(), max(peak, reading.peak_anonymous)
-            team.reached("verified", differences=differences)
-        team.wait("published")
+        run_all(group_moves(mine), carry, workers)
+        os.fsync(journal.fileno())
+    check_source()
+    seconds, verify_seconds, peak = progress.close(), 0.0, progress.peak_anonymous
+    team.reached("written")
+    team.wait("merged")
+    if verify:
+        reading, differences = read_back(team, moves, folder, workers, quiet)
+        verify_seconds, peak = reading.close(), max(peak, reading.peak_anonymous)
+        team.reached("verified", differences=differences)
+    team.wait("published")
     done = {"seconds": seconds, "verify_seconds": verify_seconds, "peak_memory": peak}
     return {"moves": mine, "resumed": 0, **done}
 

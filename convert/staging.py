@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
@@ -43,11 +44,14 @@ class Staging:
 
     def __enter__(self) -> Staging:
         try:
-            self._make_parent()
+            self._made = make_parent(self.target)
             self._lock()
             self._recover()
             _check_target(self.target, self.overwrite)
             self._read_journal()
+            self._keep = bool(
+                self.finished
+            )  # until the work begins no refusal speaks against what an earlier run finished
         except BaseException as error:
             if self._handle is not None:
                 with contextlib.suppress(OSError):
@@ -63,6 +67,10 @@ class Staging:
             with contextlib.suppress(OSError):
                 _remove(self.folder)  # the input must change first: nothing to resume
         self._leave(error)
+
+    def start(self) -> None:
+        """The work begins: bad input that it meets now is not to be resumed."""
+        self._keep = False
 
     def record(self, key: str, entry: dict) -> None:
         """Note that a leaf is complete in the store. Called from any thread."""
@@ -101,7 +109,6 @@ class Staging:
         free = shutil.disk_usage(self.folder).free
         needed += SPARE_BYTES
         if free < needed:
-            self._keep = bool(self.finished)  # room can be made, what an earlier run finished stays
             raise BadInput(
                 f"{self.target.parent} has {in_bytes(free)} free, the conversion needs {in_bytes(needed)}: "
                 f"{needed - free} bytes are missing"
@@ -112,21 +119,7 @@ class Staging:
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(self.folder)  # a full disk, met by a write, has no name of its own
         if error is not None:
-            for folder in self._made:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()  # only where it is empty
-
-    def _make_parent(self) -> None:
-        parent = self.target.parent
-        self._made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadInput(f"{parent} cannot be made: {error.strerror} (write permission is needed there)") from None
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise BadInput(
-                f"{parent} is not writable: write and search permission are needed there to make {self.target.name}"
-            )
+            remove_empty(self._made)
 
     def _recover(self) -> None:
         """What a run that was killed in `publish` left: the old target, which counts until the new one is in place."""
@@ -206,6 +199,25 @@ class Staging:
         for file in taken:
             file.unlink()
         self._journal = (self.folder / JOURNAL).open("a", encoding="utf-8")
+
+
+def make_parent(target: Path) -> list[Path]:
+    """Make the folder that is to hold the target; returns the folders that did not exist, innermost first."""
+    parent = target.parent
+    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"{parent} cannot be made: {error.strerror} (write permission is needed there)") from None
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise BadInput(f"{parent} is not writable: write and search permission are needed there to make {target.name}")
+    return made
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # only where it is empty
 
 
 def whole_job(job: dict) -> dict:

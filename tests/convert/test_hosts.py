@@ -212,6 +212,115 @@ def test_processes_that_were_started_differently_are_refused_by_name(eight, tmp_
                 future.result()
 
 
+def differing(*runs) -> list:
+    """What processes returned or raised that were started with other arguments: (source, target, options) of each."""
+
+    def one(run):
+        source, target, options = run
+        try:
+            return hf2orbax(source, target, quiet=True, workers=1, **options)
+        except (BadInput, OSError) as error:
+            return error
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return list(pool.map(one, runs))
+
+
+def test_one_that_verifies_does_not_wait_for_one_that_does_not(eight, tmp_path):
+    options = ({"verify": True, "processes": (0, 2)}, {"verify": False, "processes": (1, 2)})
+    ended = differing(*((eight, tmp_path / "0", more) for more in options))
+    assert all("process 1: verify is false, true in process 0" in str(error) for error in ended), ended
+
+
+@pytest.mark.parametrize("other", [(1, 3), (2, 3)])
+def test_processes_of_another_number_are_named(other, eight, tmp_path):
+    ended = differing(*((eight, tmp_path / "run" / "0", {"processes": which}) for which in ((0, 2), other)))
+    wanted = f"process {other[0]} was started as {other[0]}/3, process 0 as 0/2"
+    assert all(isinstance(error, BadInput) and wanted in str(error) for error in ended), ended
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_source_that_one_process_does_not_find_ends_the_others_at_once(lacking, eight, tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts, "START_SECONDS", 600.0)
+    sources = [eight, eight, eight]
+    sources[lacking] = tmp_path / "missing"
+    since = time.monotonic()
+    ended = differing(*((s, tmp_path / "run" / "0", {"processes": (i, 3)}) for i, s in enumerate(sources)))
+    assert all(isinstance(error, BadInput) and "missing" in str(error) for error in ended), ended
+    assert time.monotonic() - since < 15 and not (tmp_path / "run").exists()
+
+
+def test_a_process_that_comes_just_after_a_refusal_hears_of_it(eight, tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(hosts, "START_SECONDS", 600.0)
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(together, 2, hf2orbax, tmp_path / "missing", tmp_path / "0", only=[0])
+        wait_for(lambda: any('"failed"' in sign.read_text() for sign in tmp_path.glob(".0.hosts/*.json")))
+        (late,) = together(2, hf2orbax, eight, tmp_path / "0", only=[1])
+        assert isinstance(late, BadInput) and "process 0 of 2" in str(late) and "missing" in str(late)
+        assert isinstance(refused.result()[0], BadInput)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_launch_is_refused_and_the_first_goes_on(eight, tmp_path, monkeypatch):
+    """Also the same index twice: each of the second launch is one that the first has no place for."""
+    monkeypatch.setattr("olmo_parity.convert.copying.SMALL_BYTES", 0)
+    real, second = pipeline.copy_group, threading.Event()
+
+    def waiting(*arguments):
+        second.wait(30)
+        return real(*arguments)
+
+    for module in (pipeline, shares):
+        monkeypatch.setattr(module, "copy_group", waiting)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(together, 2, hf2orbax, eight, tmp_path / "0")
+        wait_for(lambda: list(tmp_path.glob(".0.converting/journal-*")))
+        ended = together(2, hf2orbax, eight, tmp_path / "0")
+        second.set()
+        assert all(isinstance(e, BadInput) and "another run is converting into" in str(e) for e in ended), ended
+        assert not any(isinstance(done, Exception) for done in first.result()), first.result()
+    assert verify(eight, tmp_path / "0", quiet=True).equal
+    assert [p.name for p in tmp_path.iterdir()] == ["0"]
+
+
+def test_a_restart_that_is_refused_leaves_what_was_finished(eight, tmp_path, monkeypatch):
+    real, calls = pipeline.copy_group, []
+
+    def stopping(*arguments):
+        calls.append(1)
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("olmo_parity.convert.copying.SMALL_BYTES", 0)
+        patch.setattr(pipeline, "copy_group", stopping)
+        hf2orbax(eight, tmp_path / "0", quiet=True, workers=1)
+    missing = tmp_path / "missing"
+    for source, options in ((eight, {"dtype": "float32"}), (eight, {"verify": False}), (missing, {})):
+        runs = ((eight, {"processes": (0, 2)}), (source, {**options, "processes": (1, 2)}))
+        assert all(isinstance(e, BadInput) for e in differing(*((s, tmp_path / "0", more) for s, more in runs)))
+    assert together(2, hf2orbax, eight, tmp_path / "0")[0].resumed == 9
+
+
+def test_a_folder_of_somebody_else_is_not_taken_for_signs(eight, tmp_path):
+    for name in (".0.hosts/inventory.yaml", ".1.hosts"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+        ended = together(2, hf2orbax, eight, tmp_path / name[1])
+        assert all(isinstance(e, BadInput) and "no conversion wrote it: move it away" in str(e) for e in ended), ended
+        hf2orbax(eight, tmp_path / name[1], quiet=True)
+        assert (tmp_path / name).read_text() == "mine"
+
+
+def test_one_process_that_finishes_the_work_of_several_clears_their_signs(eight, tmp_path):
+    leave_signs(tmp_path / ".0.hosts")
+    hf2orbax(eight, tmp_path / "0", quiet=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["0"]
+
+
 @pytest.mark.parametrize("alone, words", [(0, "process 1 of 2 did not come"), (1, "process 0 of 2 did not come")])
 def test_a_process_that_never_comes_is_named(alone, words, eight, tmp_path, monkeypatch):
     monkeypatch.setattr(hosts, "START_SECONDS", 0.5)
@@ -237,15 +346,25 @@ def test_a_full_disk_is_said_in_every_process_and_none_waits_for_long(eight, tmp
     assert time.monotonic() - since < 20 and not (tmp_path / "run").exists()
 
 
+def leave_signs(folder):
+    """As of a run that was killed: of a process 0 that had admitted another, of one that had failed, of that other one."""
+    old, failed, other = "a" * 32, "b" * 32, "c" * 32
+    state = {"run": old, "index": 0, "count": 2, "beat": 7, "host": "x", "pid": 1, "members": [old, other]}
+    folder.mkdir()
+    signs = {
+        f"0.{old}": {**state, "me": old, "phase": "published"},
+        f"0.{failed}": {**state, "me": failed, "phase": "failed", "why": "long ago", "input": True},
+        f"1.{other}": {**state, "me": other, "index": 1, "count": 3, "phase": "joined"},
+        f"0.{old}.start": ["everything"],
+    }
+    for name, content in signs.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
 def test_what_a_killed_run_left_is_not_taken_for_this_one(eight, tmp_path):
     """Its process 0 had got as far as to admit others, and one of them had written its last sign."""
     folder = tmp_path / ".0.hosts"
-    folder.mkdir()
-    state = {"run": "old", "me": "a", "beat": 7, "phase": "published", "host": "x", "pid": 1}
-    (folder / "0.json").write_text(json.dumps(state))
-    (folder / "1.json").write_text(json.dumps({**state, "me": "b", "phase": "joined"}))
-    (folder / "start.json").write_text(json.dumps({"run": "old", "members": ["a", "b"], "finished": ["everything"]}))
-    (folder / "refused.json").write_text(json.dumps({"me": "a", "why": "long ago"}))
+    leave_signs(folder)
     first = threading.Event()
 
     def helper():
@@ -262,7 +381,7 @@ def test_what_a_killed_run_left_is_not_taken_for_this_one(eight, tmp_path):
     assert verify(eight, tmp_path / "0", quiet=True).equal and not folder.exists()
 
 
-def test_a_process_that_outlives_its_run_stops_when_the_next_one_begins(tmp_path):
+def test_a_process_that_outlives_its_run_stops_when_the_next_one_begins(tmp_path, monkeypatch):
     first, helper, second = (hosts.Team(tmp_path / "0", index, 2) for index in (0, 1, 0))
     with ThreadPoolExecutor(1) as pool:
         first.__enter__()
@@ -272,13 +391,16 @@ def test_a_process_that_outlives_its_run_stops_when_the_next_one_begins(tmp_path
         assert joined.result() == ["a"]
     first._over.set()  # as if it were killed: no more signs of it
     first._thread.join()
-    with second:
-        second._say("called", run=second.run)
-        wait_for(lambda: helper._trouble)
-        with pytest.raises(OSError, match="another run of this conversion was started"):
-            helper.wait("merged")
-        helper.__exit__(OSError, OSError("stopped"), None)
-        assert not second._joined(1)  # what the old one says is not taken for the new one
+    monkeypatch.setattr(hosts, "START_SECONDS", 0.5)
+    with (
+        pytest.raises(OSError, match="process 1 of 2 did not come"),
+        second,
+    ):  # the old one is not taken for the new one
+        second.gather({"dtype": None}, [])
+    with pytest.raises(OSError, match="another run of this conversion was started"):
+        helper.wait("merged")
+    helper.__exit__(OSError, OSError("stopped"), None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_share_that_does_not_arrive_is_found_by_who_reads_it_back(eight, tmp_path, monkeypatch):

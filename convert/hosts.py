@@ -243,11 +243,8 @@ class Team:
         """What keeps this process from taking part, or another one that it waits for."""
         if self.index == 0:
             # Not those of another run, which this one may be refused for.
-            heard = [s for s in self._signs.look() if s.fresh and s.state.get("run", self.run) == self.run]
-            failed = [s.state for s in heard if s.state["phase"] == "failed"]
-            counts = [(s.state["index"], s.state["count"]) for s in heard if s.state["count"] != self.count]
-            if counts and not failed:
-                return _other_count(*counts[0], self.count)
+            heard = [s.state for s in self._signs.look() if s.fresh and s.state.get("run", self.run) == self.run]
+            failed = [state for state in heard if state["phase"] == "failed"]
             return self._failure(failed[0]) if failed else None
         leader = self._leader()
         if leader is None:
@@ -255,7 +252,10 @@ class Team:
             if failed:
                 return self._failure(failed[-1])
         elif leader.state["count"] != self.count:
-            return _other_count(self.index, self.count, leader.state["count"])
+            theirs = (
+                f"process {self.index} was started as {self.index}/{self.count}, process 0 as 0/{leader.state['count']}"
+            )
+            return BadInput(f"{theirs}: the same COUNT is wanted everywhere")
         elif self._signs.me not in leader.state.get("members", [self._signs.me]):
             return BadInput(
                 f"another run is converting into {self.target}, or this one has another process {self.index}: "
@@ -293,10 +293,6 @@ class Team:
                 return False
             time.sleep(BEAT_SECONDS / 4)
         return True
-
-
-def _other_count(index: int, count: int, leaders: int) -> BadInput:
-    return BadInput(f"process {index} was started as {index}/{count}, process 0 as 0/{leaders}")
 
 
 def _why(error: BaseException) -> str:

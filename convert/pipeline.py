@@ -190,10 +190,8 @@ def convert(
         if _fingerprint(source, carried) != before:
             raise BadInput(f"{source.path} was changed while it was converted: start again when it is at rest")
 
-    agreed = {
-        **whole_job(job),
-        "verify": verify,
-    }  # a run that goes on may verify or not, the processes of one must agree
+    # Not in the job: a run that goes on may verify or not, but the processes of one must agree.
+    agreed = {**whole_job(job), "verify": verify}
     if team.index:
         options = {"compression": compression, "allow_nonfinite": allow_nonfinite}
         options |= {"verify": verify, "workers": workers, "quiet": quiet}

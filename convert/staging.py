@@ -49,9 +49,8 @@ class Staging:
             self._recover()
             _check_target(self.target, self.overwrite)
             self._read_journal()
-            self._keep = bool(
-                self.finished
-            )  # until the work begins no refusal speaks against what an earlier run finished
+            # Until the work begins no refusal speaks against what an earlier run finished.
+            self._keep = bool(self.finished)
         except BaseException as error:
             if self._handle is not None:
                 with contextlib.suppress(OSError):

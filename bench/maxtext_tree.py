@@ -64,7 +64,7 @@ def exchange_blocks(items: Path) -> None:
     import tensorstore as ts
 
     path = "params.params.decoder.layers.layers_0.mlp.wi_0.kernel/"
-    kvstore = {"driver": "ocdbt", "base": f"file://{items}/", "path": path}
+    kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{items}/"}, "path": path}
     store = ts.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
     values = store.read().result()
     store.write(values[:, ::-1]).result()

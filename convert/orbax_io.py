@@ -144,8 +144,12 @@ class TreeReader:
     @cached_property
     def leaves(self) -> dict[str, LeafMetadata]:
         """Every array by path. No data is read. Raises BadInput naming every array whose own metadata cannot be read."""
-        pending = {"/".join(keys): self._start_open(keys) for keys in self.keys}
-        found, faults = {}, []
+        pending, found, faults = {}, {}, []
+        for path, keys in {"/".join(keys): keys for keys in self.keys}.items():
+            try:
+                pending[path] = self._start_open(keys)
+            except (ValueError, RuntimeError) as error:  # a name that no store can have
+                faults.append(f"{path!r} in {self.item}: {first_line(error)}")
         for path, future in pending.items():
             try:
                 store = future.result()

@@ -69,6 +69,7 @@ def store_spec(folder: Path | BucketPath, name: str = "") -> dict:
     if is_remote(folder):
         return folder.bucket.spec("/".join(filter(None, (folder.key, name))) + "/")
     path = os.path.realpath(folder) if ".." in folder.parts else str(folder.absolute())  # TensorStore refuses ..
+    path = "/".join([path.rstrip("/"), *filter(None, [name]), ""])
     if "\\" in path:
         raise BadInput(
             f"{path}: the store of arrays takes a backslash for a slash. Rename the folder, or name a link to it"
@@ -77,7 +78,7 @@ def store_spec(folder: Path | BucketPath, name: str = "") -> dict:
         path.encode()
     except UnicodeEncodeError:
         raise BadInput(f"{path!r} is no valid UTF-8: rename it, or name a link to it") from None
-    return {"driver": "file", "path": "/".join([path.rstrip("/"), *filter(None, [name]), ""])}
+    return {"driver": "file", "path": path}
 
 
 def array_context(**more) -> dict:

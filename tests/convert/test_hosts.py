@@ -78,7 +78,7 @@ def stored(item) -> dict[str, bytes]:
     """Every key of the store with its bytes: chunks as they lie on disk, and the arrays' own metadata."""
     import tensorstore as ts
 
-    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{item}/"}).result()
+    store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{item}/"}}).result()
     return {key.decode(): store.read(key).result().value for key in store.list().result()}
 
 

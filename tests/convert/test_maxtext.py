@@ -107,7 +107,7 @@ def test_every_array_is_what_maxtext_writes_read_with_tensorstore_alone(case, la
     hf2orbax(folder, tmp_path / "0", layout=layout, quiet=True)
     wanted = maxtext_tree(read_hf(folder), json.loads((folder / "config.json").read_text()), layout == "maxtext")
     wanted["step"] = np.zeros((), np.int64)
-    base = {"driver": "ocdbt", "base": f"file://{tmp_path}/0/items/"}
+    base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/0/items/"}}
     keys = {k.decode() for k in ts.KvStore.open(base).result().list().result()}
     assert {k.removesuffix("/zarr.json") for k in keys if k.endswith("/zarr.json")} == set(wanted)
     for name, array in wanted.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import urllib.parse
@@ -64,6 +65,20 @@ def test_plain_arrays_outside_a_store_are_read_from_the_folder_that_is_named(tmp
     text = (item / "_METADATA").read_text()
     (item / "_METADATA").write_text(text.replace('"use_ocdbt": true', '"use_ocdbt": false'))
     assert read_leaf(item, "a").tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("key", ["/etc/x", "../y", BACKSLASH, "a\0b", BYTES])
+@pytest.mark.parametrize("ocdbt", ["true", "false"])
+def test_no_key_of_a_tree_leads_out_of_it_or_to_a_traceback(ocdbt, key, tmp_path):
+    writer = TreeWriter(tmp_path / "0")
+    writer.write(leaf := Leaf("a", (2,), np.dtype(np.float32), (2,)), np.zeros(2, np.float32))
+    writer.finish([leaf.path])
+    file = tmp_path / "0" / "_METADATA"
+    raw = json.loads(file.read_text().replace('"use_ocdbt": true', f'"use_ocdbt": {ocdbt}'))
+    raw["tree_metadata"]["b"] = {"key_metadata": [{"key": key, "key_type": 2}], "value_metadata": {}}
+    file.write_text(json.dumps(raw))
+    with pytest.raises(BadInput, match="cannot be opened"):
+        TreeReader(tmp_path / "0").leaves  # noqa: B018
 
 
 @pytest.mark.parametrize("name", [BACKSLASH, BYTES])

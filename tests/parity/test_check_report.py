@@ -92,7 +92,11 @@ def test_a_yes_names_reference_and_profile(tree, ask, good):
 def test_one_changed_bit_of_a_weight_is_a_no_that_names_the_weight(copied, ask):
     spec = {
         "driver": "zarr3",
-        "kvstore": {"driver": "ocdbt", "base": f"file://{copied}/state/", "path": "layers.3.mlp.up_proj.kernel/"},
+        "kvstore": {
+            "driver": "ocdbt",
+            "base": {"driver": "file", "path": f"{copied}/state/"},
+            "path": "layers.3.mlp.up_proj.kernel/",
+        },
     }
     store = ts.open(spec, read=True, write=True).result()
     values = np.array(store.read().result())

@@ -165,7 +165,11 @@ def test_one_changed_bit_of_a_weight_fails_and_is_named(against, tree, tmp_path)
     changed = Path(shutil.copytree(tree, tmp_path / "0"))
     spec = {
         "driver": "zarr3",
-        "kvstore": {"driver": "ocdbt", "base": f"file://{changed}/state/", "path": "layers.3.mlp.up_proj.kernel/"},
+        "kvstore": {
+            "driver": "ocdbt",
+            "base": {"driver": "file", "path": f"{changed}/state/"},
+            "path": "layers.3.mlp.up_proj.kernel/",
+        },
     }
     store = ts.open(spec, read=True, write=True).result()
     values = np.array(store.read().result())

@@ -120,7 +120,7 @@ class Team:
         if self.index == 0 or not self._members:
             # Members stop at their next slice. Those that have not come so far, or are not there yet, hear of it for a moment.
             limit = LOST_SECONDS if self._members else REFUSAL_BEATS * BEAT_SECONDS
-            self._until(lambda: all(self._has_ended(i) for i in self._others), limit)
+            self._until(lambda: self._signs.gone or all(self._has_ended(i) for i in self._others), limit)
         if self.index == 0 and self.run:
             clear(self.folder)  # also what a run that was killed left
 

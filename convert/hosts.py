@@ -86,7 +86,7 @@ class Team:
     def __enter__(self) -> Team:
         if self.count > 1:
             self._made = make_parent(self.target)
-            self._signs.begin()
+            self._signs.begin(made=len(self._made))
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
         return self
@@ -100,7 +100,9 @@ class Team:
         if not self._members:
             self._signs.leave()  # a member's last sign is taken away by process 0
         if error is not None:
-            remove_empty(self._made)
+            # Whoever is the last to leave, and whoever made them: the folders above the target that were not there before.
+            made = max([len(self._made), *(sign.state.get("made", 0) for sign in self._signs.look())])
+            remove_empty([self.target.parent, *self.target.parent.parents][:made])
 
     def end(self, kind, error, traceback) -> None:
         """As __exit__, where process 0 gives up the staging folder: before that the work of the others must have ended."""

@@ -54,11 +54,12 @@ class Signs:
         self._seen: dict[str, Seen] = {}
         self._lock = threading.RLock()
 
-    def begin(self) -> None:
+    def begin(self, **more) -> None:
         """Make the folder and the first sign. Raises BadInput where somebody else's files lie there."""
         wrong = self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir())
         if wrong or any(map(_is_foreign, _names(self.folder))):
             raise BadInput(f"{self.folder} is in the way, and no conversion wrote it: move it away")
+        self._state |= more
         for last in (False, True):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)

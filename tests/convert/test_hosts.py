@@ -44,6 +44,7 @@ convert_main()
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     monkeypatch.setattr(hosts, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(hosts, "REFUSAL_BEATS", 200)  # four seconds: a busy machine may be slow to hear
     monkeypatch.setattr(hosts, "LOST_SECONDS", 5.0)
     monkeypatch.setattr(hosts, "START_SECONDS", 20.0)
 

@@ -42,9 +42,8 @@ def find_faults(
         elif isinstance(array, jax.ShapeDtypeStruct):
             faults["abstract"].append(f"{path} is only a shape (ShapeDtypeStruct), its values were never restored")
         elif not isinstance(array, jax.Array):
-            faults["abstract"].append(
-                f"{path} is a {type(array).__name__} on the host, a jax.Array on the mesh is wanted"
-            )
+            host = " on the host" if isinstance(array, np.ndarray) else ""
+            faults["abstract"].append(f"{path} is a {type(array).__name__}{host}, a jax.Array on the mesh is wanted")
         elif array.is_deleted():
             faults["abstract"].append(f"{path} was deleted (donated to another computation?)")
         elif tuple(array.shape) != leaf.shape:

@@ -312,6 +312,58 @@ def mutants(
     raise typer.Exit(record["exit_code"])
 
 
+@parity_app.command()
+def heldout(
+    context: typer.Context,
+    files: Annotated[list[Path] | None, typer.Argument(help="Prompts as JSON lines, or token files (.npy).")] = None,
+    pair: Annotated[
+        list[str] | None,
+        typer.Option(help="REFERENCE=CANDIDATE: a Hugging Face folder and its Orbax tree. Repeatable."),
+    ] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Instead of pairs: a checkpoint, or a folder of steps.")
+    ] = None,
+    candidate: Annotated[Path | None, typer.Option(help="The same of the Orbax trees.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    tokens_dtype: Annotated[
+        str | None, typer.Option(help="Of raw token files: uint16 or uint32; by default what the vocabulary shows.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a row cut from a token file; by default 1024.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a token file, by default 32768; longer prompts are cut to it.")
+    ] = None,
+    loss_limit: Annotated[
+        float | None, typer.Option(min=0, help="Of two training runs: the mean losses may differ by so much, nat.")
+    ] = None,
+    streamed: Annotated[
+        bool | None, typer.Option("--streamed/--no-streamed", help="One layer in memory at a time.")
+    ] = None,
+    candidate_device: Annotated[str | None, typer.Option(help="cpu, gpu or tpu: where JAX runs.")] = None,
+    reference_device: Annotated[str | None, typer.Option(help="cpu or cuda: where torch runs.")] = None,
+    mesh: Annotated[str | None, typer.Option(help="fsdp=4,tensor=2: devices of the candidate.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Of the candidate, under jax.distributed.")] = None,
+    allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the whole record there.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="Instead of the nearest parity.toml.")] = None,
+    no_config: Annotated[bool, typer.Option("--no-config", help="Read no parity.toml.")] = False,
+) -> None:
+    """Next-token loss of both sides on held-out text, step by step. Exit 0 pass, 1 differ, 2 bad input, 3 inconclusive."""
+    from .parity import heldout as comparing
+    from .parity import report, settings, stage, stage_report
+
+    given = _given(context)
+    found = settings.load(given.pop("config", None), given.pop("no_config", False))
+    pairs, notes, options = comparing.from_settings(given, found)
+    report.prepare({"json": given.pop("json", None)}, [*options.files, found.file])
+    record = comparing.run_heldout(pairs, notes, options, say=_say)
+    typer.echo(stage_report.console(record, comparing.table(record)))
+    if json:
+        report.write(json, report.as_json(record))
+    raise typer.Exit(stage.exit_code(record))
+
+
 @convert_app.command()
 def hf2orbax(
     source: Annotated[str, typer.Argument(help="Hugging Face folder, or hub id: allenai/Olmo-3-1025-7B.")],

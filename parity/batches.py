@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ class Sequence:
     documents: tuple[int, ...] = ()  # tokens of each packed document; () where the row is one document
     built_in: bool = False
     cut_from: int | None = None  # tokens before it was cut short
+    text_bytes: int | None = None  # UTF-8 bytes of its text after the first token; None where tokens were given
 
     def parts(self) -> list[tuple[np.ndarray, int]]:
         """The documents alone, as (tokens, first position): what a packed row must be equal to."""
@@ -136,10 +137,11 @@ def read_prompts(path: Path, config: Olmo3Config, tokenizer: Path | None, max_to
             seen[identity] = number
             if "text" in entry:
                 encode = encode or _encoder(tokenizer, path)
-                ids = encode(entry["text"])
+                encoded = encode(entry["text"])
+                sequence = _sequence(identity, encoded.ids, config, max_tokens)
+                sequences.append(replace(sequence, text_bytes=_bytes_after_first(entry["text"], encoded, sequence)))
             else:
-                ids = entry["tokens"]
-            sequences.append(_sequence(identity, ids, config, max_tokens))
+                sequences.append(_sequence(identity, entry["tokens"], config, max_tokens))
         except (ValueError, RecursionError) as error:  # brackets in brackets, a thousand deep
             if isinstance(error, BadInput):
                 raise
@@ -194,6 +196,12 @@ def _sequence(identity: str, ids: list[int], config: Olmo3Config, max_tokens: in
     return Sequence(identity, np.asarray(kept, np.int32), cut_from=cut_from)
 
 
+def _bytes_after_first(text: str, encoded, sequence: Sequence) -> int:
+    """Bytes of the text that tokens 1 to T - 1 stand for: those that a loss is about."""
+    ends = [encoded.offsets[i][1] for i in (0, len(sequence.tokens) - 1)]  # in characters of the text
+    return len(text[ends[0] : ends[1]].encode())
+
+
 def _encoder(tokenizer: Path | None, path: Path):
     if tokenizer is None:
         raise BadInput(
@@ -211,9 +219,9 @@ def _encoder(tokenizer: Path | None, path: Path):
     loaded.no_truncation()
     loaded.no_padding()
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str):
         try:
-            return loaded.encode(text, add_special_tokens=False).ids
+            return loaded.encode(text, add_special_tokens=False)
         except Exception as error:  # as above
             raise ValueError(f"cannot be encoded with {tokenizer}: {error}") from None
 

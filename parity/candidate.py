@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..olmo_jax.config import Olmo3Config
-from . import padded
+from . import losses, padded
 from .batches import Sequence, mask_length, probe_positions
 from .children import run_children, serve
 from .devices import Placement, gathered, jax_settings, start_jax
@@ -25,6 +25,7 @@ def run_candidate(
     folder: Path,
     exact_casts: bool = True,
     streamed: bool = False,
+    keep: str = losses.LOGITS,
     allow_unknown_keys: tuple[str, ...] = (),
     placement: Placement | None = None,
 ) -> dict:
@@ -33,7 +34,8 @@ def run_candidate(
     dtype, float32 or bfloat16, is that of weights and activations. exact_casts turns XLA's excess precision off; without it
     XLA_FLAGS are taken as found, which is what the user's training would run with. Padding stands after the real tokens, which cannot
     see it, and is cut off before anything is written. streamed holds one layer at a time (streamed_candidate.py). A whole
-    float32 run also writes the two of padded.py. placement: its mesh and processes are for whole runs. Without sequences
+    float32 run also writes the two of padded.py. keep: logits, or the losses of losses.py alone.
+    placement: its mesh and processes are for whole runs. Without sequences
     only the devices are tried. Raises BadInput with the child's own sentence.
     """
     folder.mkdir()
@@ -42,6 +44,7 @@ def run_candidate(
         "target": str(target),
         "dtype": dtype,
         "streamed": streamed,
+        "keep": keep,
         "device": placement.candidate,
         "mesh": placement.mesh,
         "processes": placement.processes,
@@ -69,15 +72,16 @@ def _run(request: dict, folder: Path, index: int, address: str) -> dict:
     if request["streamed"]:
         from .streamed_candidate import write_logits
 
-        write_logits(source.path, source.config, sequences, dtype=dtype, folder=folder)
+        write_logits(source.path, source.config, sequences, dtype=dtype, keep=request["keep"], folder=folder)
     else:
         tree = read_tree(source.path) if mesh is None else on_mesh(source.path, source.config, mesh)
         logits_of = logits_function(source.config, tree, dtype)
         for number, sequence in enumerate(sequences):
             logits = row_logits(logits_of, sequence)
             if index == 0:
-                np.save(folder / f"{number}.npy", logits)
-        row = padded.row_of(sequences) if request["dtype"] == "float32" else None
+                losses.write(request["keep"], folder, number, sequence.tokens, logits)
+        judged = request["dtype"] == "float32" and request["keep"] == losses.LOGITS
+        row = padded.row_of(sequences) if judged else None
         if row:
             padded.write_rows(logits_of, row, folder if index == 0 else None)
     return {

@@ -23,6 +23,7 @@ from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import rope_tables, tables_hash
 from .batches import Sequence
 from .identity import file_hash, hf_hashes
+from .losses import Losses
 
 SCHEMA = "olmo-parity/record/1"
 FILE = "record.json"
@@ -60,27 +61,46 @@ class Recorded:
 
     def restore(self, dtype: str, round_to: str | None, folder: Path) -> dict:
         """Put the logits of one run at folder/<index>.npy, float32 [T, V]; returns the run's settings."""
+        run, files = self._run(dtype, round_to)
+        folder.mkdir()
+        for index in range(len(files)):
+            kept = self._logits(files, run, index)
+            if kept.dtype == np.float32:
+                (folder / f"{index}.npy").symlink_to(files[index])
+                continue
+            wide = np.lib.format.open_memmap(folder / f"{index}.npy", "w+", np.float32, kept.shape)
+            for start in range(0, len(kept), ROWS_AT_ONCE):
+                wide[start : start + ROWS_AT_ONCE] = _widened(kept[start : start + ROWS_AT_ONCE])
+            wide.flush()
+        return run["settings"]
+
+    def losses(self, dtype: str, round_to: str | None, folder: Path, sequences: list[Sequence]) -> dict:
+        """Put the losses of some of its sequences in one run at folder/<place in sequences>.npy; returns the run's settings."""
+        run, files = self._run(dtype, round_to)
+        folder.mkdir()
+        recorded = {s.id: index for index, s in enumerate(self.sequences())}
+        for place, sequence in enumerate(sequences):
+            kept = self._logits(files, run, recorded[sequence.id])
+            found = Losses(folder, place, sequence.tokens, kept.shape[1])
+            for start in range(0, len(kept), ROWS_AT_ONCE):
+                found[start : start + ROWS_AT_ONCE, :] = _widened(kept[start : start + ROWS_AT_ONCE])
+        return run["settings"]
+
+    def _run(self, dtype: str, round_to: str | None) -> tuple[dict, list[Path]]:
+        """One run of the record, and where its logits lie."""
         name = run_name(dtype, round_to, self.dtype)
         if name not in self.record["runs"]:
             raise BadInput(
                 f"{self.path} holds no run in {dtype}" + (f" with weights rounded to {round_to}" if round_to else "")
             )
         run = self.record["runs"][name]
-        folder.mkdir()
-        for index, expected in enumerate(run["files"]):
-            file = self.path / name / f"{index}.npy"
-            if file_hash(file) != expected:
-                raise BadInput(f"{file} is not what was recorded: it was cut short or changed. Record again")
-            kept = np.load(file, mmap_mode="r")
-            if kept.dtype == np.float32:
-                (folder / file.name).symlink_to(file)
-                continue
-            wide = np.lib.format.open_memmap(folder / file.name, "w+", np.float32, kept.shape)
-            for start in range(0, len(kept), ROWS_AT_ONCE):
-                bits = kept[start : start + ROWS_AT_ONCE].astype(np.uint32) << 16
-                wide[start : start + ROWS_AT_ONCE] = bits.view(np.float32)
-            wide.flush()
-        return run["settings"]
+        return run, [self.path / name / f"{index}.npy" for index in range(len(run["files"]))]
+
+    def _logits(self, files: list[Path], run: dict, index: int) -> np.ndarray:
+        """The logits of one sequence as they were kept, mapped, if they are what was recorded."""
+        if file_hash(files[index]) != run["files"][index]:
+            raise BadInput(f"{files[index]} is not what was recorded: it was cut short or changed. Record again")
+        return np.load(files[index], mmap_mode="r")
 
     def weight_differences(self, candidate: Source) -> list[dict]:
         """As weights.weight_differences, from hashes: it can say which weights differ, not where."""
@@ -117,6 +137,11 @@ class Recorded:
             raise BadInput(
                 f"the record {self.path} does not belong to this candidate: it is stale, or of another model", faults
             )
+
+
+def _widened(kept: np.ndarray) -> np.ndarray:
+    """Logits as float32; those of a bfloat16 run are kept as their bits."""
+    return kept if kept.dtype == np.float32 else (kept.astype(np.uint32) << 16).view(np.float32)
 
 
 def is_record(path: Path) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from ..olmo_jax.config import FULL, SLIDING, Olmo3Config
 from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import RopeTable, rope_tables
+from . import losses
 from .batches import Sequence, mask_length, probe_positions
 from .devices import full_float32_torch
 
@@ -63,6 +64,7 @@ def run_reference(
     benign: bool = False,
     streamed: bool = False,
     device: str = "cpu",
+    keep: str = losses.LOGITS,
     folder: Path,
 ) -> dict:
     """Load the checkpoint once in dtype, check it, and write folder/<index>.npy, logits [T, V] float32, a sequence each.
@@ -71,7 +73,8 @@ def run_reference(
     this is also what shows the cost of bfloat16 arithmetic apart from that of bfloat16 storage. benign changes what must not matter
     (BENIGN), to measure the reference's own noise. Eager attention, one sequence at a time, no padding, no cache. The model
     is released before returning. streamed holds one layer at a time (streamed_reference.py), on the CPU, and gives the same
-    numbers. device is torch's name for where a whole model runs. Raises BadInput where the live module is not what the config says.
+    numbers. device is torch's name for where a whole model runs. keep: logits, or
+    the losses of losses.py alone. Raises BadInput where the live module is not what the config says.
     """
     from . import streamed_reference  # here, because it is made of parts of this file
 
@@ -90,10 +93,18 @@ def run_reference(
     with torch.no_grad():
         if streamed:
             streamed_reference.write_logits(
-                model, source, config, sequences, dtype=dtype, round_to=round_to, benign=benign, folder=folder
+                model,
+                source,
+                config,
+                sequences,
+                dtype=dtype,
+                round_to=round_to,
+                benign=benign,
+                keep=keep,
+                folder=folder,
             )
         else:
-            _write_logits(model, config, sequences, round_to, benign, folder, torch)
+            _write_logits(model, config, sequences, round_to, benign, keep, folder, torch)
         impose_window(model, config, None)
         keys = visible_keys(model, config)
     settings = {
@@ -114,7 +125,14 @@ def run_reference(
 
 
 def _write_logits(
-    model, config: Olmo3Config, sequences: list[Sequence], round_to: str | None, benign: bool, folder: Path, torch
+    model,
+    config: Olmo3Config,
+    sequences: list[Sequence],
+    round_to: str | None,
+    benign: bool,
+    keep: str,
+    folder: Path,
+    torch,
 ) -> None:
     """The logits of a model that holds all its weights, a sequence at a time."""
     if round_to:
@@ -130,7 +148,7 @@ def _write_logits(
         logits = np.concatenate([alone[tokens.tobytes()] for tokens, _ in sequence.parts()])
         if logits.shape[1] != config.vocab_size:
             raise BadInput(f"the reference gave {logits.shape[1]} logits a token, the config says {config.vocab_size}")
-        np.save(folder / f"{index}.npy", logits)
+        losses.write(keep, folder, index, sequence.tokens, logits)
 
 
 def _forward(model, tokens: np.ndarray, first: int, benign: bool, torch) -> np.ndarray:

@@ -14,6 +14,7 @@ from .options import GateOptions
 
 FILE = "parity.toml"
 PATH, TEXT, TEXTS, CORE, TABLE = "a path", "text", "a list of text", "core: and a path", "a table"
+PATHS, PAIRS = "a list of paths", "a list of [reference, candidate]"
 FLAG, COUNT, WHOLE, NUMBER, NUMBERS = (
     "true or false",
     "a whole number above 0",
@@ -209,7 +210,9 @@ def _fits(value, kind: str) -> bool:
         return _is_limit(value)
     if kind == TABLE:
         return isinstance(value, dict)
-    if kind == TEXTS:
+    if kind == PAIRS:
+        return isinstance(value, list) and all(_fits(v, TEXTS) and len(v) == 2 for v in value)
+    if kind in (TEXTS, PATHS):
         return isinstance(value, list) and all(isinstance(v, str) and v for v in value)
     return isinstance(value, dict) and all(_is_limit(v) for v in value.values())
 
@@ -223,6 +226,8 @@ def _placed(folder: Path, value, kind: str):
     """A value whose path, if it holds one, is relative to the file's folder."""
     if kind == CORE:
         return f"{also.KIND}{_at(folder, value.removeprefix(also.KIND))}"
+    if kind in (PATHS, PAIRS):
+        return [_placed(folder, v, PATH if kind == PATHS else PATHS) for v in value]
     return _at(folder, value) if kind == PATH else value
 
 

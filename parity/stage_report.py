@@ -5,8 +5,8 @@ from __future__ import annotations
 from .report import distance, mark
 
 
-def console(record: dict) -> str:
-    """Verdict and what decided, a row for each criterion, then where, what was not shown, what to try, and notes."""
+def console(record: dict, own: list[str] | tuple = ()) -> str:
+    """Verdict and what decided, the stage's own rows, a row for each criterion, then where, what was not shown, what to try, and notes."""
     rows = [("", "criterion", "value", "limit", "unit", "distance")]
     for c in record["criteria"]:
         numbers = f"{float(c['value']):.4g}", f"{float(c['limit']):.4g}", c["unit"]
@@ -19,4 +19,5 @@ def console(record: dict) -> str:
     lines += [f"not run: {text}" for text in record["not_run"]] + [f"try: {text}" for text in record["advice"]]
     lines += [f"note: {text}" for text in record.get("notes", [])]
     head = f"{record['verdict'].upper()}  {record['stage']}: {record['decided_by']}"
-    return "\n".join([head, "", *table, "", *lines]).rstrip()
+    parts = [[head], list(own), table, lines]
+    return "\n\n".join("\n".join(part) for part in parts if part)

@@ -14,16 +14,19 @@ from ..convert.orbax_io import TreeReader, open_item, resolve_tree
 from ..olmo_jax.config import Olmo3Config
 from ..olmo_jax.model import AttentionInputs, Embedding, Linear, attention_inputs, part_from_tree
 from ..olmo_jax.tree import leaves, unflatten
+from . import losses
 from .batches import Sequence
 from .candidate import padded_length, padded_row
-from .streaming import SLICE_BYTES, logits_file, rows_of, slices
+from .streaming import SLICE_BYTES, rows_of, slices
 
 HEAD_COLUMNS = 8192  # of the head, multiplied at a time: 134 MB of a 7B head in float32
 EMBEDDING, HEAD = "embed_tokens/embedding", "lm_head/kernel"
 
 
-def write_logits(path: Path, config: Olmo3Config, sequences: list[Sequence], *, dtype, folder: Path) -> None:
-    """Fill folder/<index>.npy, [T, V] float32; dtype is that of weights and activations.
+def write_logits(
+    path: Path, config: Olmo3Config, sequences: list[Sequence], *, dtype, keep: str = losses.LOGITS, folder: Path
+) -> None:
+    """Fill folder/<index>.npy, [T, V] float32 or what losses.py keeps of it; dtype is that of weights and activations.
 
     One function is compiled for each padded length: masks, rotary tables and weights are its arguments, and layers differ
     in nothing else. In memory are one layer, the activations [T, D] of every sequence, and what grows with T squared: one
@@ -42,7 +45,7 @@ def write_logits(path: Path, config: Olmo3Config, sequences: list[Sequence], *, 
         del layer
     norm = part_from_tree(config, "norm", subtree(reader, config, "norm/", dtype), dtype=dtype)
     x = [run_part(norm, one) for one in x]
-    files = [logits_file(folder, i, len(s.tokens), config.vocab_size) for i, s in enumerate(sequences)]
+    files = [losses.place(keep, folder, i, s.tokens, config.vocab_size) for i, s in enumerate(sequences)]
     for start, stop, head in head_parts(reader, config, dtype):
         for file, one in zip(files, x, strict=True):
             file[:, start:stop] = np.asarray(_head(head, one)[0, : len(file)])

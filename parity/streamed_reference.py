@@ -12,9 +12,10 @@ import numpy as np
 from ..convert.sources import Source, open_source
 from ..olmo_jax.config import Olmo3Config
 from ..olmo_jax.errors import BadInput
+from . import losses
 from .batches import Sequence
 from .reference import BENIGN_PADDING, HEAD_ROWS, head_part, impose_window, other_thread_count, require_olmo3
-from .streaming import SLICE_BYTES, logits_file, rows_of, slices
+from .streaming import SLICE_BYTES, rows_of, slices
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -44,9 +45,10 @@ def write_logits(
     dtype: str,
     round_to: str | None,
     benign: bool,
+    keep: str = losses.LOGITS,
     folder: Path,
 ) -> None:
-    """Fill folder/<index>.npy, [T, V] float32, from an empty model and the safetensors of source. Call under no_grad.
+    """Fill folder/<index>.npy, [T, V] float32 or what losses.py keeps of it, from an empty model and the safetensors of source. Call under no_grad.
 
     Every layer goes through Olmo3Model.forward itself, so masks and rotary embedding are transformers' own: all other
     layers stand aside. In memory are one layer, the activations [T, D] of every sequence, and for one sequence at a time
@@ -83,7 +85,7 @@ def write_logits(
                     hidden[key] = inner(
                         inputs_embeds=hidden[key], position_ids=positions, use_cache=False
                     ).last_hidden_state
-        files = [logits_file(folder, i, len(s.tokens), config.vocab_size) for i, s in enumerate(sequences)]
+        files = [losses.place(keep, folder, i, s.tokens, config.vocab_size) for i, s in enumerate(sequences)]
         head = opened.tensors[EMBEDDING if config.tie_word_embeddings else HEAD]
         for start, stop in slices(config.vocab_size, HEAD_ROWS):
             rows = weight(head.rows(start, stop))
@@ -104,7 +106,7 @@ def _key(sequence: Sequence, tokens: np.ndarray, first: int) -> tuple:
     return sequence.window, first, tokens.tobytes()
 
 
-def _places(sequences: list[Sequence], files: list[np.ndarray], key: tuple) -> Iterator[tuple[np.ndarray, int]]:
+def _places(sequences: list[Sequence], files: list, key: tuple) -> Iterator[tuple[np.ndarray | losses.Losses, int]]:
     """Every (logits file, first row) where the document of this key stands."""
     for sequence, file in zip(sequences, files, strict=True):
         offset = 0

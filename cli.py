@@ -155,7 +155,7 @@ def preflight(
     context: typer.Context,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="This stage alone. Repeatable. Known: weights, logits, step0, restore, loader."),
+        typer.Option(help="This stage alone. Repeatable. Known: weights, logits, step0, restore, loader, heldout."),
     ] = None,
     keep_going: Annotated[
         bool, typer.Option("--keep-going/--no-keep-going", help="Run the stages after one that failed too.")

@@ -165,16 +165,16 @@ def _step(
             judged_sides["reference"]["weights_sha256"], choice.recalibrate, say,
         )  # fmt: skip
         if options.dtype == "float32":
-            first, second, noise = runs.float32()
+            first, second = runs.float32()
             found = stats.row(first, second, sequences)
-            criteria, unclear = stats.float32_criteria(pair.step, found, noise)
-            noise = {"rms": noise["observed_logprob_delta_rms"], "mean": noise["observed_logprob_delta_mean"]}
+            if options.loss_limit is None:
+                criteria, unclear, noise = stats.float32_criteria(pair.step, found, runs.noise())
         else:
             wide, first, second = runs.bfloat16()
             found = stats.row(first, second, sequences)
             criteria, unclear, noise = stats.bfloat16_criteria(pair.step, wide, first, second, sequences)
     if options.loss_limit is not None:
-        criteria, unclear = stats.training_criteria(pair.step, found, options.loss_limit)
+        criteria, unclear, noise = *stats.training_criteria(pair.step, found, options.loss_limit), None
     differing = sides.config_differences(reference, candidate)
     criteria = [
         count_criterion(f"step {pair.step}: config fields that differ", stats.LEG, len(differing), "fields"),

@@ -39,11 +39,9 @@ class Runs:
         self.settings: dict[str, dict] = {}
         self.stored = narrower(self.reference, self.candidate)
 
-    def float32(self) -> tuple[Tokens, Tokens, dict]:
-        """Reference and candidate in float32, and metrics.summarise of the reference against itself benignly changed."""
-        reference = self._reference("ref32", "float32", self.stored)
-        noise = self._noise()
-        return reference, self._candidate("cand32", "float32"), noise
+    def float32(self) -> tuple[Tokens, Tokens]:
+        """Reference and candidate in float32."""
+        return self._reference("ref32", "float32", self.stored), self._candidate("cand32", "float32")
 
     def bfloat16(self) -> tuple[Tokens, Tokens, Tokens]:
         """The reference in float32 on weights rounded to bfloat16, and reference and candidate in bfloat16."""
@@ -95,8 +93,11 @@ class Runs:
         kept = [np.load(self.folder / name / f"{i}.npy") for i in range(len(self.sequences))]
         return predicted(kept, self.sequences)
 
-    def _noise(self) -> dict:
-        """On the first sequences alone, and from the cache where nothing changed."""
+    def noise(self) -> dict:
+        """After float32(): metrics.summarise of the reference against itself, benignly changed.
+
+        On the first sequences alone, and from the cache where nothing changed.
+        """
         if self.reference.kind == "record":
             return self.reference.noise
         plain = self.folder / "noise-plain"

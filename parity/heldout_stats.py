@@ -99,8 +99,11 @@ def row(reference: Tokens, candidate: Tokens, sequences: list[Sequence]) -> dict
     return found
 
 
-def float32_criteria(step: str, found: dict, noise: dict) -> tuple[list[Criterion], list[str]]:
-    """What noise allows in float32. noise: metrics.summarise of the reference against itself, benignly changed."""
+def float32_criteria(step: str, found: dict, noise: dict) -> tuple[list[Criterion], list[str], dict]:
+    """What noise allows in float32. noise: metrics.summarise of the reference against itself, benignly changed.
+
+    Returns the noise of a token's loss too, nats.
+    """
     measured = noise["observed_logprob_delta_rms"]
     base = max(RMS.floor, min(measured, RMS.cap))
     of = f"measured noise {measured:.2g}" if base == measured else f"{base:.2g} (measured noise {measured:.2g})"
@@ -115,11 +118,11 @@ def float32_criteria(step: str, found: dict, noise: dict) -> tuple[list[Criterio
             f"{RMS.multiple:g} times the {of}; {RMS.reason}",
         ),
     ]  # fmt: skip
+    own = {"rms": measured, "mean": noise["observed_logprob_delta_mean"]}
     if not measured <= RMS.cap:
-        return criteria, [
-            f"step {step}: the reference against itself differs by {measured:.2g} nat a token, more than {RMS.cap:g}"
-        ]
-    return criteria, []
+        text = f"step {step}: the reference against itself differs by {measured:.2g} nat a token, more than {RMS.cap:g}"
+        return criteria, [text], own
+    return criteria, [], own
 
 
 def bfloat16_criteria(

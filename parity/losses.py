@@ -50,7 +50,11 @@ class Losses:
         higher = np.maximum(peak, largest)  # NaN where there is one
         shift = np.where(np.isneginf(higher), 0.0, higher)
         self.total[rows] = self.total[rows] * np.exp(peak - shift) + np.exp(x - shift[:, None]).sum(axis=1)
-        self.top[rows] = np.where(largest > peak, column + x.argmax(axis=1), self.top[rows])
+        top = column + x.argmax(axis=1)
+        first = (largest > peak) | (
+            (largest == peak) & (top < self.top[rows])
+        )  # of equal logits the lowest id, as argmax
+        self.top[rows] = np.where(first, top, self.top[rows])
         self.peak[rows] = higher
         self.nonfinite[rows] += (np.isnan(x) | np.isposinf(x)).sum(axis=1)
         following = self.following[rows]
@@ -60,7 +64,7 @@ class Losses:
     def _write(self) -> None:
         found = np.empty(len(self), TOKEN)
         with np.errstate(invalid="ignore", divide="ignore"):
-            found["loss"] = np.log(self.total) + self.peak - self.target
+            found["loss"] = np.log(self.total) + (self.peak - self.target)
         found["top"], found["nonfinite"] = self.top, self.nonfinite
         np.save(self.file, found)
 

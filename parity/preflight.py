@@ -29,6 +29,7 @@ RUNS = {
     "step0":   ("step0", "run_step0"),
     "restore": ("mesh_restore", "run_restore"),
     "loader":  ("loader", "run_stage"),
+    "heldout": ("heldout", "run_stage"),
 }  # fmt: skip
 # The worst first: a stage that failed says more than one that could not be read.
 EXIT_CODES = {"fail": gate.FAIL, BAD_INPUT: gate.BAD_INPUT, "inconclusive": gate.INCONCLUSIVE}

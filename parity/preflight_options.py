@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ..olmo_jax.errors import BadInput
-from . import loader, settings
+from . import heldout, loader, settings
 from .adamw import Recipe
 from .devices import MESH_AXES, parse_mesh
 from .options import DEFAULTS, GateOptions
@@ -20,6 +20,7 @@ STAGES = {  # in the order they run; what each looks at
     "step0":   "loss, gradients and three optimizer steps",
     "restore": "restore on the mesh, and a restart on another",
     "loader":  "data loader, as several processes and after a restart",
+    "heldout": "loss on held-out text, over a series of checkpoints",
 }  # fmt: skip
 KEYS = {  # of [preflight]; kinds as in settings.KEYS
     "loader":       settings.TABLE,  # of loader.KEYS
@@ -95,6 +96,7 @@ def choose(given: dict, found: settings.Settings) -> tuple[Preflight, dict[str, 
     own["rules"] = _rules(found)
     if own.pop("loader", None):  # its stage reads it when its turn comes
         loader.chosen({}, found.section(loader.SECTION, loader.KEYS))
+    found.section(heldout.SECTION, heldout.KEYS)  # its faults come before the work
     sides = {k: v for k, v in given.items() if k in settings.KEYS and k not in KEYS}
     values = {k: v for k, v in (found.values | sides).items() if k not in GATES_OWN}
     reference, candidate, options = settings.sides_and_options(values, found.file)

@@ -9,7 +9,7 @@ from ..convert.hub import hub_id
 from ..convert.sources import open_source
 from ..olmo_jax.errors import BadInput
 from ..olmo_jax.rope import rope_tables, tables_hash
-from . import batches, identity
+from . import batches, identity, token_files
 from .candidate_fn import open_candidate
 from .devices import Placement
 from .legs import main_dtype, narrower
@@ -96,7 +96,9 @@ def sequences_of(ref, cand, options: GateOptions) -> list[batches.Sequence]:
     if ref.kind == "record":
         return ref.sequences()
     found = [] if options.only_batch else batches.built_in(ref.config)
-    if options.batch is not None:
+    if options.batch is not None and Path(options.batch).suffix == token_files.SUFFIX:
+        found += token_files.read_token_file(options.batch, ref.config, length=options.max_tokens)[0]
+    elif options.batch is not None:
         beside = (side.path / "tokenizer.json" for side in (ref, cand) if side)
         tokenizer = next((p for p in beside if p.is_file()), None)
         found += batches.read_prompts(options.batch, ref.config, tokenizer, options.max_tokens)

@@ -21,6 +21,7 @@ LENGTH = 1024  # tokens of a row, where nothing is chosen
 MOST_TOKENS = 32_768  # of a file, where nothing is chosen: token files hold billions
 CHECKED = 1 << 20  # values that show which type a file was written in
 FEWEST = 16  # values that show it at all
+MOSTLY = 0.5  # share of tokens within the vocabulary of a file that was read as it was written, and holds some that do not belong
 
 
 def read_token_file(
@@ -50,7 +51,8 @@ def read_token_file(
         raise BadInput(f"rows of {length} tokens: the model has {config.max_position_embeddings} positions")
     if length < 2:
         raise BadInput(f"rows of {length} tokens predict nothing: 2 or more are wanted")
-    used = np.asarray(values.reshape(-1)[: most or MOST_TOKENS])
+    most = most or MOST_TOKENS
+    used = np.asarray(values[: -(-most // length)] if values.ndim == 2 else values[:most]).reshape(-1)[:most]
     _check(used, config.vocab_size, path, values.dtype.name)
     rows = [used[a : a + length].astype(np.int32) for a in range(0, used.size, length)]
     left_out = rows.pop() if len(rows[-1]) < 2 else rows[-1][:0]
@@ -113,22 +115,25 @@ def _deduced(path: Path, vocab_size: int, size: int) -> tuple[np.ndarray, str]:
     Read too wide, two tokens make one number beyond any vocabulary, unless every second one is 0; read too narrow, every
     second one is 0. So a wider type that fits is the one that was written.
     """
+    likely = None
     for dtype in reversed(DTYPES):
-        width = np.dtype(dtype).itemsize
-        if size % width or np.iinfo(dtype).max < vocab_size - 1:
+        if size % np.dtype(dtype).itemsize or np.iinfo(dtype).max < vocab_size - 1:
             continue
         values = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
-        largest = values[:CHECKED].max()
-        if largest < vocab_size:
-            if values.size < FEWEST or largest == 0:
+        inside = float((values[:CHECKED] < vocab_size).mean())
+        if inside == 1:
+            if values.size < FEWEST or not values[:CHECKED].any():
                 raise BadInput(f"{path} holds too little to tell its type from ({size} bytes): give --tokens-dtype")
             return values, f"raw, its type deduced from the vocabulary of {vocab_size}"
-    written = next(d for d in DTYPES if np.iinfo(d).max >= vocab_size - 1)  # as OLMo-core chooses it
-    if size % np.dtype(written).itemsize:
+        if likely is None and inside > MOSTLY:
+            likely = values  # to name the tokens that do not belong there
+    if likely is None:
+        kinds = " or ".join(d for d in DTYPES if np.iinfo(d).max >= vocab_size - 1)
         raise BadInput(
-            f"{path} has {size} bytes, which is no whole number of {written}, the type for {vocab_size} tokens"
+            f"{path} ({size} bytes) holds no tokens of a vocabulary of {vocab_size}, read as {kinds}. Is it of another "
+            "tokenizer? Is it no token file?"
         )
-    return np.memmap(path, np.dtype(written).newbyteorder("<"), "r"), f"raw, taken for {written}"
+    return likely, "raw, its type the likeliest"
 
 
 def _check(tokens: np.ndarray, vocab_size: int, path: Path, dtype: str) -> None:

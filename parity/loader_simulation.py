@@ -160,7 +160,7 @@ def run_child(spec: str, options: LoaderOptions, folder: Path, *, again: bool = 
     folder.mkdir()
     request = {"spec": spec, "again": again, "processes": 1, "options": asdict(options)}
     env = os.environ | {"PYTHONHASHSEED": HASH_SEEDS[again]}
-    facts = run_children(__name__, folder, request, env, f"the process of --loader {spec}", options.patience)
+    facts = run_children(__name__, folder, request, env, f"the process of the loader {spec}", options.patience)
     with np.load(folder / STREAMS) as arrays:
         found = {
             tuple(name): Stream(*(arrays[f"{i}/{part}"] for part in ARRAYS), ended=ended, workers=workers)
@@ -175,7 +175,7 @@ def _run(request: dict, folder: Path, index: int, address: str) -> dict:
 
     now = ["the import of the function"]
     threading.Thread(target=_report, args=(now, folder / ALIVE), daemon=True).start()
-    function, _ = load(request["spec"], "--loader")
+    function, _ = load(request["spec"], "loader function")
     if "absl.flags" in sys.modules and not (flags := sys.modules["absl.flags"].FLAGS).is_parsed():
         flags.mark_as_parsed()  # a training program parses them, and Grain asks for them where it has workers
     run = repeat if request["again"] else simulate

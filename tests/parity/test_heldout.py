@@ -192,6 +192,21 @@ def test_bfloat16_noise_that_is_larger_or_leans_to_one_side_fails():
     assert not any(c.passed for c in stats.bfloat16_criteria("0", wide, own, missing, sequences)[0])
 
 
+def test_float32_noise_that_leans_to_one_side_fails_before_it_is_large():
+    noise = {"observed_logprob_delta_rms": 1e-7, "observed_logprob_delta_mean": 0.0}
+    found = {"tokens": 2500, "difference": 1e-7, "rms_difference": 1e-6}
+    for change, passed in (
+        ({}, [True, True]),
+        ({"difference": -2e-7}, [False, True]),
+        ({"rms_difference": 4e-6}, [True, False]),
+        ({"difference": math.nan, "rms_difference": math.nan}, [False, False]),
+    ):
+        criteria, unclear, _ = stats.float32_criteria("0", found | change, noise)
+        assert [c.passed for c in criteria] == passed and not unclear
+    _, unclear, _ = stats.float32_criteria("0", found, noise | {"observed_logprob_delta_rms": 1e-4})
+    assert "more than 1e-05" in unclear[0]
+
+
 def test_the_standard_error_takes_tokens_of_a_sequence_together():
     draw = np.random.default_rng(1)
     sequences = [Sequence(str(i), np.zeros(33, np.int32)) for i in range(50)]

@@ -630,7 +630,7 @@ def test_a_loader_that_hangs_or_dies_ends_in_a_sentence_with_the_place(module):
     assert time.monotonic() - started < 20
     with pytest.raises(BadInput, match="exit code 3"):
         run_loader("user_loader:dies")
-    with pytest.raises(BadInput, match="--loader user_loader:nothing"):
+    with pytest.raises(BadInput, match="loader function user_loader:nothing: .* has no nothing"):
         run_loader("user_loader:nothing")
 
 

@@ -287,6 +287,7 @@ def mutants(
     profile: Annotated[str, typer.Option(help="default, strict or published.")] = "default",
     limit: Annotated[list[str] | None, typer.Option(help="NAME=VALUE: a limit set by hand.")] = None,
     allow_unknown_key: Annotated[list[str] | None, typer.Option(help="Let this config key through unread.")] = None,
+    trace: Annotated[bool, typer.Option("--trace/--no-trace", help="Does the trace name the right module too?")] = True,
     json: Annotated[Path | None, typer.Option(help="Write the whole record there.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables there.")] = None,
 ) -> None:
@@ -303,6 +304,7 @@ def mutants(
         profile=profile,
         limits=settings.limits(limit or []),
         allow_unknown_keys=tuple(allow_unknown_key or ()),
+        traced=trace,
         say=_say,
     )
     typer.echo(table.console(record))

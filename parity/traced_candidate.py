@@ -27,8 +27,9 @@ Call = (
 class TracedCandidate:
     """olmo_jax over a tree, one part in memory at a time, in the order in which the reference's parts come.
 
-    reader: a TreeReader, or anything with its `leaves` and `read`. calls: by the name of a part, what stands in the place
-    of its modules' calls; change_inputs(layer index, AttentionInputs) -> AttentionInputs. Both are how faults are planted.
+    reader: a TreeReader, or anything with its `leaves` and `read`. Faults are planted by calls, what stands by the name of
+    a part in the place of its modules' calls and of its own ('' is the part), and change_inputs(layer index, sequence index,
+    AttentionInputs) -> AttentionInputs. Where every part differs, compiling takes longer than compiled=False, op by op.
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class TracedCandidate:
         sequences: list[Sequence],
         dtype: str = "float32",
         calls: Mapping[str, Call] | None = None,
-        change_inputs: Callable[[int, AttentionInputs], AttentionInputs] | None = None,
+        change_inputs: Callable[[int, int, AttentionInputs], AttentionInputs] | None = None,
+        compiled: bool = True,
     ):
         self.reader, self.config, self.sequences = reader, config, sequences
         self.dtype = jnp.dtype(dtype)
+        self.layer_outputs, self.plain = (f if compiled else f.__wrapped__ for f in (_outputs, _plain))
         self.calls, self.change_inputs = dict(calls or {}), change_inputs
         self.rows = [padded_row(s, padded_length(len(s.tokens))) for s in sequences]
         self.inputs = [inputs_of(config, s, row) for s, row in zip(sequences, self.rows, strict=True)]
@@ -81,16 +84,16 @@ class TracedCandidate:
             number = int(part.name.split(".")[1])
             inputs = self.inputs[index][self.config.layer_types[number]]
             if self.change_inputs:
-                inputs = self.change_inputs(number, inputs)
+                inputs = self.change_inputs(number, index, inputs)
             graph, state = nnx.split(module)
-            self.x[index], own = _outputs(graph, call, length, state, self.x[index], inputs, {})
+            self.x[index], own = self.layer_outputs(graph, call, length, state, self.x[index], inputs, {})
             right = {n: jnp.asarray(a) for n, a in part.outputs[index].items()}
-            _, put_in = _outputs(graph, call, length, state, here, inputs, right)
+            _, put_in = self.layer_outputs(graph, call, length, state, here, inputs, right)
             return jax.device_get((own, put_in))
         if part.name == "norm":
-            self.x[index], again = (_plain(module, call, x) for x in (self.x[index], here))
+            self.x[index], again = (self.plain(*nnx.split(module), call, x) for x in (self.x[index], here))
             return {"": _cut(self.x[index], length)}, {"": _cut(again, length)}
-        own, again = (_cut(_plain(module, call, x), length) for x in (self.x[index], here))
+        own, again = (_cut(self.plain(*nnx.split(module), call, x), length) for x in (self.x[index], here))
         return {"": own}, {"": again}
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 - one part, for all sequences
@@ -108,8 +111,12 @@ class TracedCandidate:
         return self._part_named(part.name, part.columns)
 
     def _embedded(self, rows: list[np.ndarray], call: Call | None) -> list[jax.Array]:
-        found = embedded(self.reader, self.config, rows, self.dtype)
-        return [x if call is None else call("", lambda _, x=x: x, row) for x, row in zip(found, rows, strict=True)]
+        def lookup(tokens):
+            return embedded(self.reader, self.config, [np.asarray(tokens)], self.dtype)[0]
+
+        if call is None:
+            return embedded(self.reader, self.config, rows, self.dtype)
+        return [call("", lookup, row) for row in rows]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -128,16 +135,12 @@ def _outputs(graph, call: Call | None, length: int, state, x, inputs: AttentionI
             return own
         return own.at[0, :length].set(there.reshape(outputs[name].shape).astype(own.dtype))
 
-    given = with_calls(nnx.merge(graph, state), see)(x, inputs)
-    return given, outputs
-
-
-def _plain(module: nnx.Module, call: Call | None, x) -> jax.Array:
-    return _compiled(*nnx.split(module), call, x)
+    layer = with_calls(nnx.merge(graph, state), see)
+    return layer(x, inputs) if call is None else call("", layer, x, inputs), outputs
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _compiled(graph, state, call: Call | None, x):
+def _plain(graph, state, call: Call | None, x):
     part = nnx.merge(graph, state)
     run = part.attend if isinstance(part, Embedding) else part
     return run(x) if call is None else call("", run, x)

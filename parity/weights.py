@@ -21,6 +21,17 @@ MOST_KINDS = 8  # weights of which it is said in what way they differ: each is c
 def weight_differences(
     reference: Source, candidate: Source, sides: tuple[str, str] = ("the reference", "the candidate")
 ) -> list[dict]:
+    """One entry for every weight whose bits differ, as bit_differences gives them; the first ones say in what way."""
+    found = bit_differences(reference, candidate, sides)
+    for entry in [e for e in found if e["values"]][:MOST_KINDS]:
+        kinds = kinds_of_difference(reference, entry["weight"], candidate.tensors[entry["weight"]].read())
+        entry["sentence"] += f"; it {' and '.join(kinds)}" if kinds else ""
+    return found
+
+
+def bit_differences(
+    reference: Source, candidate: Source, sides: tuple[str, str] = ("the reference", "the candidate")
+) -> list[dict]:
     """One entry for every weight whose bits differ: weight, values (how many differ), first (HF index), sentence.
 
     Where the candidate is stored in another dtype, the reference is cast to it first (to nearest even, as a conversion
@@ -32,11 +43,7 @@ def weight_differences(
         if entry:
             found.append(entry)
     order = {name: i for i, name in enumerate(reference.tensors)}
-    found.sort(key=lambda e: (order.get(e["weight"], len(order)), e["weight"]))
-    for entry in [e for e in found if e["values"]][:MOST_KINDS]:
-        kinds = kinds_of_difference(reference, entry["weight"], candidate.tensors[entry["weight"]].read())
-        entry["sentence"] += f"; it {' and '.join(kinds)}" if kinds else ""
-    return found
+    return sorted(found, key=lambda e: (order.get(e["weight"], len(order)), e["weight"]))
 
 
 def kinds_of_difference(reference: Source, name: str, found: np.ndarray) -> list[str]:

@@ -1,4 +1,4 @@
-"""Other right ways to compute the same thing, which the gate must never fail. The forms are those of steps.py."""
+"""Other right ways to compute the same thing, which the gate must never fail. In the form of attention.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flax import nnx
 from ...olmo_jax import layers as L
 from ...olmo_jax.model import from_tree
 from ..candidate import logits_function
-from .steps import attend
+from .attention import attend
 
 BLOCK = 160  # keys taken at a time by attention in blocks; divides no length that is run
 COLUMNS = 77  # of the head, computed at a time

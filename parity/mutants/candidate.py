@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from ...convert.mapping import apply_layout, weights
 from ...olmo_jax.config import Olmo3Config
-from ...olmo_jax.model import part_from_tree, with_calls
+from ...olmo_jax.model import RMSNorm, part_from_tree, with_calls
 from ...olmo_jax.tree import unflatten
+from ..streamed_candidate import run_part
+from .places import EMBEDDING, HEAD, NORM
 from .planting import Planted, Row, part_of
-
-EMBEDDING, NORM, HEAD = "embed_tokens", "norm", "lm_head"
 
 
 class Candidate:
     """The right model in one dtype on some rows: what every part was given, and the logits. parts: those of another Candidate.
 
-    Parts run op by op: a step is compiled once for all layers and mutants, and a whole layer again for every mutant would
-    take most of the time. In bfloat16 that is bit for bit what compiled code gives without excess precision. In memory are the weights, and
-    the activations between layers.
+    Parts of right code are compiled, once for all layers; those with a step replaced run op by op: to compile each would
+    take most of the time. Without excess precision both give the same bits in bfloat16. In memory are the weights, and the
+    activations between layers.
     """
 
     def __init__(self, config: Olmo3Config, tensors: Mapping[str, np.ndarray], dtype, rows: list[Row], parts=None):
@@ -34,7 +36,7 @@ class Candidate:
         x = [jnp.asarray(row.tokens) for row in rows]
         for name in self.order:
             self.given[name] = x
-            x = [self._run(name, self.parts[name], one, self._inputs(name, k)) for k, one in enumerate(x)]
+            x = [_run(self.parts[name], one, self._inputs(name, k)) for k, one in enumerate(x)]
         self.right = [_cut(one, row) for one, row in zip(x, rows, strict=True)]
 
     def logits(self, planted: Planted) -> list[np.ndarray]:
@@ -58,8 +60,27 @@ class Candidate:
                     layer = int(name.split(".")[1])
                     if layer in planted.input_layers:
                         inputs = planted.change_inputs(layer, inputs, row)
-                x = [*x[:k], self._run(name, run, x[k], inputs), *x[k + 1 :]]
+                x = [*x[:k], _run(run, x[k], inputs), *x[k + 1 :]]
         return [_cut(one, row) for one, row in zip(x, self.rows, strict=True)]
+
+    @functools.cached_property
+    def smallest_squares(self) -> dict[str, float]:
+        """The smallest mean square that each norm is given, by its name, over all tokens of all rows."""
+        found: dict[str, float] = {}
+
+        def see(name, module, *args):
+            if isinstance(module, RMSNorm):
+                least = float(jnp.mean(jnp.square(args[0].astype(jnp.float32)), axis=-1).min())
+                found[name] = min(found.get(name, least), least)
+            return module(*args)
+
+        for name in self.order:
+            for k, x in enumerate(self.given[name]):
+                if name == NORM:
+                    see(NORM, self.parts[NORM], x)
+                elif name.startswith("layers."):
+                    with_calls(self.parts[name], see, f"{name}.")(x, self._inputs(name, k))
+        return found
 
     def planted_part(self, planted: Planted, name: str) -> Callable:
         """A part with its fault: a callable of what the part is called with."""
@@ -91,15 +112,12 @@ class Candidate:
     def _type(self, name: str) -> str:
         return self.config.layer_types[int(name.split(".")[1])]
 
-    def _run(self, name: str, part: Callable, x, inputs):
-        return part(x) if inputs is None else part(x, inputs)
-
     def _changed_row(self, row: Row) -> np.ndarray:
         inputs = row.inputs(self.config)
         x = jnp.asarray(row.tokens)
         for name in self.order:
             own = inputs[self._type(name)] if name.startswith("layers.") else None
-            x = self._run(name, self.parts[name], x, own)
+            x = _run(self.parts[name], x, own)
         return _cut(x, row)
 
     def _whole(self, build: Callable) -> list[np.ndarray]:
@@ -111,6 +129,11 @@ class Candidate:
         return [
             logits_of(r.tokens, r.positions, r.segment_ids, window=r.window)[r.index, : r.length] for r in self.rows
         ]
+
+
+def _run(part: Callable, x, inputs):
+    arguments = (x,) if inputs is None else (x, inputs)
+    return run_part(part, *arguments) if isinstance(part, nnx.Module) else part(*arguments)
 
 
 def _cut(x: jax.Array, row: Row) -> np.ndarray:

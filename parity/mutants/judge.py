@@ -11,7 +11,7 @@ import numpy as np
 from ...convert.sources import Source
 from .. import batches, gate, metrics, padded, sides
 from ..candidate import visible_keys
-from ..weights import nonfinite_weights, weight_differences
+from ..weights import bit_differences, nonfinite_weights
 from .kinds import BENIGN, LEGS
 from .planting import Planted, module_of
 
@@ -45,6 +45,11 @@ class Judge:
         own = self._stats(self.rounded, self.logits["ref16"])
         self.own = self._joined(own, packed=False)
 
+    @property
+    def delta_limit(self) -> float:
+        """The float32 leg's limit for |delta logit|, as a share of the logits' spread."""
+        return gate.float32_criteria(self.noise, self.noise, self.profile, self.limits)[1].limit
+
     def float32(self, logits: list[np.ndarray]) -> list[gate.Criterion]:
         """logits [T, V] of every sequence."""
         stats = self._stats("ref32", logits)
@@ -67,7 +72,7 @@ class Judge:
         """Config, masks and weights, which are judged from the candidate's files."""
         tree = self._source(planted)
         config = sides.config_differences(self.reference, replace(self.candidate, config=planted.config))
-        wrong = weight_differences(replace(self.reference, tensors=self._same_names(tree)), tree)
+        wrong = bit_differences(replace(self.reference, tensors=self._same_names(tree)), tree)
         return [
             gate.count_criterion("config fields that differ", "config", len(config), "fields"),
             gate.count_criterion("weights that differ", "weights", len(wrong), "tensors"),
@@ -129,11 +134,26 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return (a * b).sum(-1) / np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
 
 
-def status_of(kind: str, criteria: list[gate.Criterion], why_invisible: str | None) -> str:
-    """killed, survived or invisible; of a benign variant passed or killed."""
+def status_of(kind: str, criteria: list[gate.Criterion], why_invisible: str | None, why_small: str | None) -> str:
+    """killed, survived, invisible or too small; of a benign variant passed or killed."""
     failed = {c.leg for c in criteria if c.on and not c.passed}
     if kind == BENIGN:
         return "killed" if failed else "passed"
     if LEGS[kind] in failed:
         return "killed"
-    return "invisible" if why_invisible else "survived"
+    return "invisible" if why_invisible else "too small" if why_small else "survived"
+
+
+def why_small(planted: Planted, eps: float, smallest_squares: Mapping[str, float], limit: float) -> str | None:
+    """Why a fault of epsilon is below what the float32 leg claims to see, from what the right model's norms are given.
+
+    A norm whose output is off by a share r moves the logits by about that share of their spread, of which `limit` is allowed.
+    """
+    root = planted.mutant.entry.root
+    squares = [smallest_squares[name] for name in planted.places]
+    most = max(abs(root(square, eps) / (square + eps) ** -0.5 - 1) for square in squares)
+    if not most < limit:
+        return None
+    return (
+        f"it moves no norm's output by more than {most:.1g} of it, and the limit is {limit:.1g} of the logits' spread"
+    )

@@ -94,6 +94,9 @@ class Entry:
     on: tuple[str, ...] = ANY  # types of the layers it is about
     needs: Rule | None = None  # why it cannot be planted in a checkpoint
     unless: Rule | None = None  # why it changes nothing there: decided from the checkpoint, whatever the run gives
+    root: Callable[[float, float], float] | None = (
+        None  # of a fault of epsilon: what (mean square, epsilon) is multiplied by
+    )
 
 
 @dataclass(frozen=True)

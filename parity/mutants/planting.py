@@ -16,9 +16,7 @@ from ...olmo_jax.rope import rope_tables
 from ..batches import Sequence
 from ..candidate import padded_length, padded_row
 from .kinds import ALL, MODEL, Config, Facts, Inputs, Mutant, Rows, Steps, Tensors, Whole
-from .steps import MIX, NORMS, QK_ROTARY
-
-FINAL_NORM = "norm"
+from .places import MIX, NORM, NORMS, QK_ROTARY
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def _plant_config(mutant: Mutant, config: Olmo3Config, tensors, layers) -> Plant
         if other_eps:
             places |= {f"layers.{i}.{n}" for n in NORMS}
     if other_eps and mutant.place == ALL:
-        places.add(FINAL_NORM)
+        places.add(NORM)
 
     def change_inputs(i: int, inputs: AttentionInputs, row: Row) -> AttentionInputs:
         own = change(row.config(config))
@@ -137,9 +135,7 @@ def _plant_config(mutant: Mutant, config: Olmo3Config, tensors, layers) -> Plant
     if other_eps:
         eps = changed.rms_norm_eps
         named = {part_of(n) for n in places}
-        calls = {
-            part: _call(NORMS if part != FINAL_NORM else ("",), functools.partial(_norm_with, eps)) for part in named
-        }
+        calls = {part: _call(NORMS if part != NORM else ("",), functools.partial(_norm_with, eps)) for part in named}
     other_inputs = tuple(i for i in layers if any(f"layers.{i}.{n}" in places for n in (*MIX, *QK_ROTARY)))
     return Planted(
         mutant,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
 from ...olmo_jax.config import FULL, SLIDING
 from .kinds import Facts
-from .tensors import K_NORM, Q_NORM, unused_id
+from .places import K_NORM, Q_NORM
+from .values import unused_id
 
 
 def yarn(f: Facts) -> str | None:
@@ -71,6 +73,15 @@ def scales_not_ones(*names: str):
     return rule
 
 
+def not_bfloat16(name: str):
+    def rule(f: Facts) -> str | None:
+        array = f.tensors[name].astype(np.float32)
+        same = np.array_equal(array.astype(ml_dtypes.bfloat16).astype(np.float32), array)
+        return f"{name} holds nothing but bfloat16 values" if same else None
+
+    return rule
+
+
 def scales_differ_within_pairs(f: Facts) -> str | None:
     """Rotary keeps the mean square of q and k, so a norm can come after it unless it multiplies a pair unevenly."""
     half = f.config.head_dim // 2
@@ -82,6 +93,15 @@ def scales_differ_within_pairs(f: Facts) -> str | None:
     if any(f.config.rope[t].rope_type == "yarn" and f.config.rope[t].attention_factor != 1 for t in types):
         return None  # the norm takes the attention factor away again
     return "rotary keeps the mean square, and both scales of a rotary pair are equal"
+
+
+def epsilon(times: float):
+    """The inverse root of a norm whose epsilon is so many times as large; 0 where it was left out."""
+    return lambda square, eps: (square + times * eps) ** -0.5
+
+
+def epsilon_outside(square: float, eps: float) -> float:
+    return 1 / (square**0.5 + eps)
 
 
 def never_shows_relative(f: Facts) -> str | None:

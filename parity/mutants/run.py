@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from .. import batches, devices, gate, identity, settings, sides
 from ..children import run_children
 from ..legs import Legs
 from ..reference import require_torch
-from .catalogue import CONTROL, GRADED, MUTANTS
+from .catalogue import CONTROL, ENTRIES, GRADED, MUTANTS
 from .judge import FIELD_RULES
 from .kinds import BENIGN, FUNCTION, WEIGHTS
 
@@ -33,6 +35,7 @@ def run_mutants(
     profile: str = "default",
     limits: dict[str, float] | None = None,
     allow_unknown_keys: tuple[str, ...] = (),
+    traced: bool = True,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict:
     """Plant every mutant (or those whose names fit `only`) in a right candidate and judge each as the gate judges.
@@ -61,25 +64,19 @@ def run_mutants(
             "candidate": str(candidate or reference),
             "logits": str(folder),
             "rounded": rounded,
+            "traced": traced,
             "noise": noise,
             "sequences": [s.to_json() for s in sequences],
             "profile": profile,
             "limits": limits or {},
             "allow_unknown_keys": list(allow_unknown_keys),
-            "mutants": sorted(chosen),
-            "graded": sorted(graded),
             "device": None,
             "mesh": None,
             "processes": 1,
         }
-        into = folder / "mutants"
-        into.mkdir()
-        # Casts are judged, so they must stand: as in the gate's own bfloat16 leg.
-        answer = run_children(CHILD, into, request, place.environment(exact_casts=True), "the run of the mutants",
-                              meanwhile=_progress(into, say, len(chosen)))  # fmt: skip
+        mutants, graded = _run_all(request, chosen, graded, side["bytes"], folder, place, say)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    mutants = answer["mutants"]
     exit_code, sentence = verdict(mutants, gate.noise_faults(noise, gate.PROFILES[profile]))
     return {
         "schema": SCHEMA,
@@ -93,7 +90,7 @@ def run_mutants(
         "only": list(only),
         "field_rules": {name: {"what": what, "limit": limit} for name, (what, limit) in FIELD_RULES.items()},
         "mutants": mutants,
-        "graded": answer["graded"],
+        "graded": graded,
         "versions": identity.versions(),
         "code_sha256": identity.code_hash(),
         "seconds": round(time.monotonic() - started, 2),
@@ -101,6 +98,9 @@ def run_mutants(
 
 
 CHILD, PROGRESS = f"{__package__}.child", "progress.txt"
+ALONE = 32  # mutants; fewer are not worth another child's start
+SHARED_BYTES = 1 << 28  # of weights; larger ones are held once
+MOST_CHILDREN = 4
 
 
 def choose(only: tuple[str, ...]) -> tuple[set[str], set[str]]:
@@ -161,18 +161,51 @@ def _check(reference: Path, ref: Source, candidate: Path | None, cand: Source) -
         raise BadInput("mutants need a pair that the gate passes as it is", faults)
 
 
-def _progress(folder: Path, say: Callable[[str], None], count: int) -> Callable[[], None]:
-    """Called again and again while the child runs: passes on which mutant it is at."""
-    seen = 0
+def _run_all(
+    request: dict, chosen: set[str], graded: set[str], size: int, folder: Path, place: devices.Placement, say
+) -> tuple[list[dict], list[dict]]:
+    """Results of all mutants and graded faults, in the order of the catalogue, from as many children as there are cores.
 
-    def look() -> None:
-        nonlocal seen
+    Each child holds the weights by itself; places of one fault are one child's, which compiles it once.
+    """
+    few = len(chosen) + len(graded) < ALONE or size > SHARED_BYTES
+    children = 1 if few else min(os.cpu_count() or 1, MOST_CHILDREN)
+    said = _Progress(say, len(chosen))
+
+    def one(number: int) -> dict:
+        entries = {e.name for e in ENTRIES[number::children]}
+        own = {
+            "mutants": [m.name for m in MUTANTS if m.name in chosen and m.entry.name in entries],
+            "graded": [g.name for g in GRADED[number::children] if g.name in graded],
+        }
+        into = folder / f"mutants-{number}"
+        into.mkdir()
+        # Casts are judged, so they must stand: as in the gate's own bfloat16 leg.
+        return run_children(CHILD, into, request | own, place.environment(exact_casts=True), "the run of the mutants",
+                            meanwhile=lambda: said.look(into))  # fmt: skip
+
+    with ThreadPoolExecutor(children) as pool:
+        answers = list(pool.map(one, range(children)))
+    found = [{m["name"]: m for a in answers for m in a[what]} for what in ("mutants", "graded")]
+    return [found[0][m.name] for m in MUTANTS if m.name in chosen], [
+        found[1][g.name] for g in GRADED if g.name in graded
+    ]
+
+
+class _Progress:
+    """Passes on which mutants the children are at."""
+
+    def __init__(self, say: Callable[[str], None], count: int):
+        self.say, self.count, self.seen, self.done = say, count, {}, 0
+
+    def look(self, folder: Path) -> None:
+        """Called again and again while the child of this folder runs."""
         try:
             names = (folder / PROGRESS).read_text(encoding="utf-8").splitlines()
         except OSError:
             return
-        for number, name in enumerate(names[seen:], seen):
-            say(f"{number} of {count}: {name}" if 0 < number <= count else name)
-        seen = len(names)
-
-    return look
+        for name in names[self.seen.get(folder, 0) :]:
+            known = name in {m.name for m in MUTANTS}
+            self.done += known
+            self.say(f"{self.done} of {self.count}: {name}" if known else name)
+        self.seen[folder] = len(names)

@@ -6,7 +6,7 @@ from ..gate import VERDICTS
 from .kinds import BENIGN
 
 RULES = {"max_kl": "KL", "cosine": "cosine", "mean_abs": "|delta|"}  # field rules, as columns name them
-STATES = ("killed", "survived", "invisible")
+STATES = ("killed", "survived", "too small", "invisible")
 
 
 def console(record: dict) -> str:
@@ -35,7 +35,7 @@ def markdown(record: dict) -> str:
 
 def _families(record: dict) -> list[tuple[str, ...]]:
     """Counts by family. Field rules are counted over the mutants that can show."""
-    rows = [("family", "mutants", *STATES, *(f"stopped by {name}" for name in RULES.values()))]
+    rows = [("family", "mutants", *STATES, "trace right", *(f"stopped by {name}" for name in RULES.values()))]
     for family in dict.fromkeys(m["family"] for m in record["mutants"]):
         own = [m for m in record["mutants"] if m["family"] == family]
         if own[0]["kind"] == BENIGN:
@@ -51,7 +51,10 @@ def _families(record: dict) -> list[tuple[str, ...]]:
 def _counts(mutants: list[dict]) -> list[str]:
     showing = [m for m in mutants if m["status"] != "invisible"]
     counts = [len(mutants), *(sum(m["status"] == state for m in mutants) for state in STATES)]
-    return [str(n) for n in (*counts, *(sum(m["field"][rule]["stops"] for m in showing) for rule in RULES))]
+    traced = [m["trace"] for m in showing if m["trace"] and m["status"] in ("killed", "passed")]
+    right = f"{sum(t['right'] for t in traced)} of {len(traced)}" if traced else ""
+    field = (sum(m["field"][rule]["stops"] for m in showing) for rule in RULES)
+    return [*map(str, counts), right, *map(str, field)]
 
 
 def _notes(record: dict) -> list[str]:
@@ -74,15 +77,23 @@ def _resolution(record: dict) -> list[tuple[str, ...]]:
 
 
 def _mutants(record: dict) -> list[tuple[str, ...]]:
-    rows = [("mutant", "kind", "", "by", "value", "limit", *RULES.values())]
+    rows = [("mutant", "kind", "", "by", "value", "limit", "trace", *RULES.values())]
     for m in record["mutants"]:
-        rows.append((m["name"], m["kind"], m["status"], *_why(m), *_field(m)))
+        rows.append((m["name"], m["kind"], m["status"], *_why(m), _traced(m), *_field(m)))
     return rows
+
+
+def _traced(m: dict) -> str:
+    """The first faulty module, and whether that is where the fault was planted."""
+    trace = m.get("trace")
+    if not trace:
+        return ""
+    return f"{trace['first'] or 'nothing'}{'' if trace['right'] else ' (wrong)'}"
 
 
 def _why(m: dict) -> tuple[str, str, str]:
     """Leg and criterion that decided, its value and limit; or why nothing could."""
-    if m["status"] == "invisible":
+    if m["status"] in ("invisible", "too small"):
         return m["reason"], "", ""
     legs = list(dict.fromkeys(c["leg"] for c in m["failed"]))
     # Of the leg that is meant to catch it; of a survivor the leg that did not, then whatever did.

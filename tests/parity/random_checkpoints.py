@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from olmo_parity.convert.hf_config import hf_config
 from olmo_parity.convert.mapping import weights
 from olmo_parity.convert.sources import open_source
 from olmo_parity.olmo_jax.config_hf import from_hf
@@ -40,6 +41,7 @@ def raw_config(**changes) -> dict:
         "bos_token_id": None,
         "eos_token_id": 1,
         "pad_token_id": 2,
+        "dtype": "float32",
     } | changes
     return fields | {"num_hidden_layers": len(fields["layer_types"])}
 
@@ -53,23 +55,24 @@ def write_checkpoint(folder: Path, raw: dict, seed: int = 0, spread: bool = True
     """Matrices N(0, 0.25) and norms 1 + 0.1 N; not spread: N(0, 0.02) and norms ones, as at step 0."""
     numpy = pytest.importorskip("safetensors.numpy")
     rng = np.random.default_rng(seed)
-    tensors = {}
-    for w in weights(from_hf(raw)):
+    config, tensors = from_hf(raw), {}
+    for w in weights(config):
         noise = rng.standard_normal(w.shape).astype(np.float32)
         tensors[w.hf] = (1 + 0.1 * spread * noise) if len(w.shape) == 1 else (0.25 if spread else 0.02) * noise
         tensors[w.hf] = tensors[w.hf].astype(np.float32)
     folder.mkdir(parents=True, exist_ok=True)
     numpy.save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "config.json").write_text(json.dumps(hf_config(config)))  # in the spellings of all releases
     return folder
 
 
-def judging(checkpoint: Path, folder: Path) -> Run:
+def judging(checkpoint: Path, folder: Path, candidate: Path | None = None) -> Run:
     """What the child process of `olmo-parity mutants` works with, in this process. folder: for the reference's logits."""
     source = open_source(checkpoint)
+    target = open_source(candidate) if candidate else source
     sequences = batches.built_in(source.config)
-    legs = Legs(source, source, sequences, folder, identity.versions(), False, False, devices.Placement(), (),
+    legs = Legs(source, target, sequences, folder, identity.versions(), False, False, devices.Placement(), (),
                 lambda _: None, str(checkpoint))  # fmt: skip
     noise, rounded = legs.float32_references(), legs.bfloat16_references()
     devices.full_float32_jax()
-    return Run(Judge(source, source, sequences, folder, rounded, noise, gate.DEFAULT, {}))
+    return Run(Judge(source, target, sequences, folder, rounded, noise, gate.DEFAULT, {}))

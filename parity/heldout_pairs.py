@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from ..convert import places
 from ..convert.hub import hub_id
 from ..convert.orbax_io import is_tree
 from ..convert.sources import CONFIG
@@ -35,10 +36,10 @@ def pairs_of(
         return _in_order(Pair(_name(reference), reference, candidate) for reference, candidate in named), []
     if reference is None or candidate is None:
         raise BadInput("no checkpoints are named: --pair REFERENCE=CANDIDATE, or --reference and --candidate")
-    if hub_id(reference) is not None or _is_reference(Path(reference)):
+    if hub_id(reference) is not None or _is_reference(places.place(reference)):
         return [Pair(_name(reference), reference, candidate)], []
-    ours = _by_step(Path(reference), _is_reference, "--reference", "Hugging Face folders or records")
-    theirs = _by_step(Path(candidate), is_tree, "--candidate", "Orbax trees")
+    ours = _by_step(places.place(reference), _is_reference, "--reference", "Hugging Face folders or records")
+    theirs = _by_step(places.place(candidate), is_tree, "--candidate", "Orbax trees")
     both = [Pair(str(step), ours[step], theirs[step]) for step in sorted(ours.keys() & theirs.keys())]
     if not both:
         raise BadInput(

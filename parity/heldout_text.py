@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from ..convert import places
 from ..olmo_jax.errors import BadInput
 from . import batches, token_files
 from .batches import Sequence
@@ -73,7 +74,8 @@ def _of_records(records: list[tuple]) -> tuple[list[Sequence], list[dict]]:
 
 def _tokenizer(opened: list[tuple]) -> Path | None:
     """The tokenizer.json beside the checkpoints. Raises BadInput where they have different ones."""
-    beside = [Path(side.path) / "tokenizer.json" for _, *both in opened for side in both]
+    here = [side.path for _, *both in opened for side in both if not places.is_remote(side.path)]
+    beside = [Path(path) / "tokenizer.json" for path in here]
     there = [file for file in beside if file.is_file()]
     hashes = {file_hash(file): file for file in there}
     if len(hashes) > 1:

@@ -97,7 +97,9 @@ def sequences_of(ref, cand, options: GateOptions) -> list[batches.Sequence]:
         return ref.sequences()
     found = [] if options.only_batch else batches.built_in(ref.config)
     if options.batch is not None and Path(options.batch).suffix == token_files.SUFFIX:
-        found += token_files.read_token_file(options.batch, ref.config, length=options.max_tokens)[0]
+        found += token_files.read_token_file(
+            options.batch, ref.config, length=options.max_tokens, most=token_files.MOST_WITH_LOGITS
+        )[0]
     elif options.batch is not None:
         beside = (side.path / "tokenizer.json" for side in (ref, cand) if side)
         tokenizer = next((p for p in beside if p.is_file()), None)

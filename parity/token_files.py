@@ -19,6 +19,7 @@ MAGIC = b"\x93NUMPY"
 DTYPES = ("uint8", "uint16", "uint32", "uint64")
 LENGTH = 1024  # tokens of a row, where nothing is chosen
 MOST_TOKENS = 32_768  # of a file, where nothing is chosen: token files hold billions
+MOST_WITH_LOGITS = 4096  # of a file whose logits are kept: up to 1 MB a token
 CHECKED = 1 << 20  # values that show which type a file was written in
 FEWEST = 16  # values that show it at all
 MOSTLY = 0.5  # share of tokens within the vocabulary of a file that was read as it was written, and holds some that do not belong

@@ -23,9 +23,9 @@ def console(record: dict) -> str:
     trace = record["trace"]
     lines = [f"{record['verdict'].upper()}  {headline(trace)}"]
     lines += [f"  {line}" for line in details(trace)]
+    lines += [f"  {note}" for note in record["notes"]]
     lines += [f"  try: {line}" for line in advice(trace)]
     lines += ["", *_table(trace), ""]
-    lines += [f"  note: {note}" for note in record["notes"]]
     lines.append(f"  reference  {record['reference']}")
     lines.append(f"  candidate  {record['candidate']}")
     changed = ", ".join(f"{k}={v}" for k, v in record["overrides"].items())

@@ -75,10 +75,16 @@ def run_trace(
         "candidate": str(candidate or options.candidate_fn),
         "overrides": {},
         "trace": found,
-        "notes": sides.notes(ref, cand, [], []),
+        "notes": _config_notes(ref, cand) + sides.notes(ref, cand, [], []),
         "versions": identity.versions(),
         "seconds": round(time.monotonic() - started, 2),
     }
+
+
+def _config_notes(reference, candidate) -> list[str]:
+    """Fields in which the two configs differ: what is certain of a module may come from there."""
+    found = sides.config_differences(reference, candidate) if candidate else []
+    return [f"config: {field} is {a!r} in the reference, {b!r} in the candidate" for field, a, b in found]
 
 
 def chosen(sequences: list[Sequence], worst_first: list[str] = ()) -> list[Sequence]:

@@ -283,6 +283,7 @@ def test_the_command_passes_a_right_tree_and_fails_a_wrong_one(tree, tmp_path):
     failed = trace_run.run_trace(find_fixture(TRAINED), wrong)
     text = trace_report.console(failed)
     assert failed["exit_code"] == 1 and text.startswith("FAIL  layers.0.self_attn.q_norm is the first module")
+    assert "config: rms_norm_eps is 1e-06 in the reference, 1e-05 in the candidate" in text
     assert "has epsilon 1e-05, the config says 1e-06" in text and "try: look at epsilon" in text
 
 

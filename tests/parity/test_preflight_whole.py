@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from olmo_parity.convert.pipeline import hf2orbax
@@ -27,6 +28,9 @@ norm = "whole"
 
 [preflight.loader]
 function = "training:loader"
+
+[heldout]
+files = ["held.jsonl"]
 """
 TRAINING = """
 from pathlib import Path
@@ -64,6 +68,9 @@ def launched(tmp_path_factory):
     hf2orbax(str(two_layers(project / "hf")), str(project / "tree" / "0"), quiet=True)
     (project / "parity.toml").write_text(SETTINGS)
     (project / "training.py").write_text(TRAINING)
+    rows = np.random.default_rng(0).integers(0, 256, (40, 64)).tolist()
+    text = "".join(json.dumps({"id": str(i), "tokens": row}) + "\n" for i, row in enumerate(rows))
+    (project / "held.jsonl").write_text(text)
     path = installed(tmp_path_factory.mktemp("site"))
     script(path / "srun", '#!/bin/sh\nexec "$@"\n')
     done = run([EXAMPLES / "slurm.sh", "tree/0", "touch", "trained"], project, path)
